@@ -1,0 +1,1 @@
+"""What a rank does for a Plan."""

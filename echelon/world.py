@@ -1,0 +1,265 @@
+"""Joining the job: ``init()`` and the questions every script asks afterwards (which rank, how many, which device)."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from echelon.environment import LOOPBACK, Place, find_place
+from echelon.errors import EchelonError, PeerLost, UsageError
+
+DEFAULT_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's view of the job it has joined."""
+
+    place: Place
+    device: torch.device
+    backend: str
+    seed: int
+    timeout: float
+    #: carries small host-side messages: plan hashes, checkpoint talk; ``None`` in a job of one process
+    control: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.world_size
+
+
+_world: World | None = None
+
+
+def init(
+    *,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> World:
+    """Join the job described by the launcher's environment; started without a launcher, be the whole job.
+
+    ``seed`` seeds Python, numpy and torch alike on every rank, so that all ranks build the same model;
+    ``echelon.distribute`` then gives each rank its own stream for dropout and the like.
+    ``timeout`` bounds, in seconds, every wait for another process. A second call returns the same world.
+    """
+    global _world  # noqa: PLW0603 - a process belongs to one job
+    if _world is not None:
+        return _world
+    _one_line_errors()
+    place = find_place()
+    chosen = _choose_device(place, device)
+    chosen_backend = backend or _choose_backend(place, chosen)
+    control = _join(place, chosen, chosen_backend, timeout) if place.world_size > 1 else None
+    seed_everything(seed)
+    _world = World(place, chosen, chosen_backend if control else "none", seed, timeout, control)
+    return _world
+
+
+def current() -> World:
+    """The joined world; joins with the defaults when ``init()`` was not called."""
+    return _world or init()
+
+
+def is_initialized() -> bool:
+    return _world is not None
+
+
+def shutdown() -> None:
+    """Leave the job. Done by itself at exit; a test or a notebook may want it earlier."""
+    global _world  # noqa: PLW0603
+    _world = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """Index of this process among all processes of the job."""
+    return _place().rank
+
+
+def world_size() -> int:
+    """Number of processes in the job."""
+    return _place().world_size
+
+
+def local_rank() -> int:
+    """Index of this process among those on its host."""
+    return _place().local_rank
+
+
+def node_rank() -> int:
+    """Index of this process's host."""
+    return _place().node_rank
+
+
+def worker_index() -> int:
+    """Fleet's name for ``rank()``."""
+    return rank()
+
+
+def worker_num() -> int:
+    """Fleet's name for ``world_size()``."""
+    return world_size()
+
+
+def is_first_worker() -> bool:
+    """Whether this is rank 0: the one that prints and writes shared files."""
+    return rank() == 0
+
+
+def worker_endpoints() -> list[str]:
+    """``host:port`` of every worker, as the launcher wrote them; empty where no launcher did."""
+    text = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+    return text.split(",") if text else []
+
+
+def device() -> torch.device:
+    """The device this process trains on."""
+    return current().device
+
+
+def barrier() -> None:
+    """Wait until every process of the job is here."""
+    world = current()
+    if world.control is not None:
+        dist.barrier(world.control)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch. A negative seed is refused by numpy, so it is folded into 32 bits."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _place() -> Place:
+    return _world.place if _world else find_place()
+
+
+def _choose_device(place: Place, asked: str | torch.device | None) -> torch.device:
+    if asked is not None:
+        chosen = torch.device(asked)
+    elif torch.cuda.is_available():
+        chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    else:
+        chosen = torch.device("cpu")
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(f"device '{asked}' was asked for, but torch sees no GPU here; use device='cpu'")
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _choose_backend(place: Place, chosen: torch.device) -> str:
+    """NCCL wants a GPU of its own for every rank; several ranks on one GPU talk through Gloo."""
+    if chosen.type != "cuda" or not dist.is_nccl_available():
+        return "gloo"
+    return "nccl" if place.local_world_size <= torch.cuda.device_count() else "gloo"
+
+
+def _join(place: Place, chosen: torch.device, backend: str, timeout: float) -> dist.ProcessGroup:
+    if place.one_host and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this host has business here
+    limit = timedelta(seconds=timeout)
+    store = _roll_call(place, _open_store(place, limit), timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=limit,
+        device_id=chosen if backend == "nccl" else None,
+    )
+    atexit.register(shutdown)
+    if backend == "gloo":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=limit)
+
+
+def _open_store(place: Place, limit: timedelta) -> dist.Store:
+    """The meeting point. Rank 0 serves it, on loopback when the whole job is on one host."""
+    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    serve = place.rank == 0 and not served_by_agent
+    listener = _listen(place) if serve else None
+    try:
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            is_master=serve,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+    except dist.DistNetworkError:
+        raise PeerLost(
+            f"rank {place.rank} could not reach rank 0 at {place.master_addr}:{place.master_port} within "
+            f"{limit.total_seconds():.0f} s; is rank 0 running, and is that address reachable from here?"
+        ) from None
+    return dist.PrefixStore(f"echelon/attempt-{attempt}", store)
+
+
+def _listen(place: Place) -> socket.socket:
+    address = LOOPBACK if place.one_host else place.master_addr
+    try:
+        family = socket.getaddrinfo(address, place.master_port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, place.master_port))
+        listener.listen(2048)
+    except OSError as error:
+        raise UsageError(
+            f"rank 0 cannot listen on {address}:{place.master_port}: {error.strerror or error}; "
+            "choose a free port and an address of this host (MASTER_PORT, MASTER_ADDR)"
+        ) from None
+    return listener
+
+
+def _roll_call(place: Place, store: dist.Store, timeout: float) -> dist.Store:
+    """Wait for every rank to show up, so that a missing one is named instead of waited for in silence."""
+    store.set(f"here/{place.rank}", "1")
+    missing, deadline = set(range(place.world_size)), time.monotonic() + timeout
+    while missing:
+        missing = {rank for rank in missing if not store.check([f"here/{rank}"])}
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(rank) for rank in sorted(missing))
+            raise PeerLost(
+                f"rank {place.rank} waited {timeout:.0f} s, but of {place.world_size} processes these did not "
+                f"join: rank {names}; look at their logs, or start them"
+            )
+        if missing:
+            time.sleep(0.01)
+    return store
+
+
+def _one_line_errors() -> None:
+    """An error we can explain is printed as its one line; anything else keeps its traceback."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, EchelonError):
+            print(f"echelon: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
