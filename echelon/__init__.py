@@ -1,6 +1,12 @@
 """Echelon: train one PyTorch model on many devices, with the numbers one process gives."""
 
+from echelon.checkpoint.settings import Checkpoint
+from echelon.distribution import distribute
+from echelon.engine import Engine
 from echelon.errors import EchelonError
+from echelon.plan import Plan
+from echelon.strategy import Reduction, Strategy
+from echelon.watch import Log
 from echelon.world import (
     barrier,
     device,
@@ -19,9 +25,16 @@ from echelon.world import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "EchelonError",
+    "Engine",
+    "Log",
+    "Plan",
+    "Reduction",
+    "Strategy",
     "barrier",
     "device",
+    "distribute",
     "init",
     "is_first_worker",
     "local_rank",

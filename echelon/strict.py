@@ -31,7 +31,7 @@ def strict(cls: type[T]) -> type[T]:
         for name in given:
             if name not in names:
                 raise UsageError(f"{cls.__name__} has no option '{name}'{nearest(name, names)}")
-        hints = _hints(made)
+        hints = typing.get_type_hints(made)
         for name, value in given.items():
             if not fits(value, hints[name]):
                 raise UsageError(f"{cls.__name__}({name}={value!r}): expected {describe(hints[name])}")
@@ -42,11 +42,6 @@ def strict(cls: type[T]) -> type[T]:
 
     made.__init__ = __init__  # type: ignore[method-assign]
     return made
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -61,9 +56,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(item, inner[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(
-            fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items()
-        )
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
@@ -85,3 +78,9 @@ def describe(kind: Any) -> str:
 
 def _either(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def require(holds: bool, owner: object, name: str, wanted: str) -> None:
+    """Refuse a value that has the right type but not the right size; for ``__post_init__`` of a strict class."""
+    if not holds:
+        raise UsageError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): expected {wanted}")

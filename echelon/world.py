@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from echelon.environment import LOOPBACK, Place, find_place
 from echelon.errors import EchelonError, PeerLost, UsageError
@@ -150,6 +151,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_for_rank(seed: int, rank: int) -> None:
+    """Every rank its own dropout. Rank 0 keeps the stream it has: the one that one process would have."""
+    if rank:
+        seed_everything(seed + 1_000_003 * rank)
+
+
 def _place() -> Place:
     return _world.place if _world else find_place()
 
@@ -189,19 +196,19 @@ def _join(place: Place, chosen: torch.device, backend: str, timeout: float) -> d
         device_id=chosen if backend == "nccl" else None,
     )
     atexit.register(shutdown)
-    if backend == "gloo":
-        return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=limit)
+    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
+    assert control is not None
+    return control
 
 
-def _open_store(place: Place, limit: timedelta) -> dist.Store:
+def _open_store(place: Place, limit: timedelta) -> Store:
     """The meeting point. Rank 0 serves it, on loopback when the whole job is on one host."""
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     serve = place.rank == 0 and not served_by_agent
     listener = _listen(place) if serve else None
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             place.master_addr,
             place.master_port,
             is_master=serve,
@@ -214,7 +221,7 @@ def _open_store(place: Place, limit: timedelta) -> dist.Store:
             f"rank {place.rank} could not reach rank 0 at {place.master_addr}:{place.master_port} within "
             f"{limit.total_seconds():.0f} s; is rank 0 running, and is that address reachable from here?"
         ) from None
-    return dist.PrefixStore(f"echelon/attempt-{attempt}", store)
+    return PrefixStore(f"echelon/attempt-{attempt}", store)
 
 
 def _listen(place: Place) -> socket.socket:
@@ -233,7 +240,7 @@ def _listen(place: Place) -> socket.socket:
     return listener
 
 
-def _roll_call(place: Place, store: dist.Store, timeout: float) -> dist.Store:
+def _roll_call(place: Place, store: Store, timeout: float) -> Store:
     """Wait for every rank to show up, so that a missing one is named instead of waited for in silence."""
     store.set(f"here/{place.rank}", "1")
     missing, deadline = set(range(place.world_size)), time.monotonic() + timeout
@@ -261,5 +268,3 @@ def _one_line_errors() -> None:
             previous(kind, error, trace)
 
     sys.excepthook = hook
-
-

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -57,9 +59,7 @@ def errors(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: f
     return [f"{end.kind}: {end.line}" if isinstance(end, Raised) else "" for end in results]
 
 
-def run_raw(
-    rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60, **kwargs: Any
-) -> list[Any]:
+def run_raw(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60, **kwargs: Any) -> list[Any]:
     """What became of every rank: its result, or ``Raised``, or ``Died``."""
     port = free_port()
     pipes, processes = [], []
@@ -74,9 +74,11 @@ def run_raw(
     try:
         return _collect(pipes, processes, timeout)
     finally:
+        for pipe in pipes:
+            pipe.close()
         for process in processes:
-            if process.is_alive():
-                process.kill()
+            process.join(0.0 if sys.exc_info()[0] else 5.0)
+            process.kill()
             process.join()
 
 
@@ -101,15 +103,13 @@ def _collect(pipes: list[Any], processes: list[Any], timeout: float) -> list[Any
 
 def _receive(pipe: Connection, process: Any) -> Any:
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
         return Died(process.exitcode)
 
 
-def _rank_entry(
-    pipe: Connection, env: dict[str, str], rank_main: Callable[..., Any], args: Any, kwargs: Any
-) -> None:
+def _rank_entry(pipe: Connection, env: dict[str, str], rank_main: Callable[..., Any], args: Any, kwargs: Any) -> None:
     os.environ.update(env)
     import torch
 
@@ -118,9 +118,10 @@ def _rank_entry(
         result = rank_main(*args, **kwargs)
     except BaseException as error:
         result = Raised(type(error).__name__, str(error), traceback.format_exc())
-    pipe.send(result)
-    pipe.close()
-    os._exit(0)  # peers may still be talking; leave without the atexit ceremony
+    pipe.send_bytes(pickle.dumps(result))  # by value: the pipe's own pickler would share memory with a dying process
+    if not isinstance(result, Raised):
+        pipe.poll(None)  # peers may still be talking to this rank; the parent hangs up when all have returned
+    os._exit(0)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

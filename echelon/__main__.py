@@ -1,0 +1,5 @@
+"""``python -m echelon`` is ``echelon``."""
+
+from echelon.cli import main
+
+main()

@@ -1,0 +1,93 @@
+"""``distribute()``: from a model, its optimizer and a strategy to an Engine, equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon import world as worlds
+from echelon.checkpoint.settings import Checkpoint
+from echelon.engine import Engine
+from echelon.errors import UsageError, nearest
+from echelon.keep import Scheduler
+from echelon.objective import LossFunction
+from echelon.parallel.agree import agree
+from echelon.parallel.batch_norm import synchronize
+from echelon.parallel.replicate import broadcast_state
+from echelon.plan import Plan, make_plan
+from echelon.strategy import Strategy
+from echelon.watch import Log
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
+
+def distribute(
+    model: nn.Module,
+    *,
+    optimizer: Optimizers,
+    loss: LossFunction | None = None,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
+    strategy: Strategy | None = None,
+    plan: Plan | None = None,
+    checkpoint: Checkpoint | None = None,
+    log: Log | None = None,
+    **unknown: Any,
+) -> Engine:
+    """Spread ``model`` over the processes of the job and return the engine that trains it.
+
+    loss:       called as ``loss(output, target)``; ``None`` when the model returns its own loss
+    optimizer:  one, or several as a list or a dict (then the loop is yours: ``backward`` and ``update``)
+    scheduler:  stepped once after every optimizer step
+    plan:       a Plan to run instead of the one made from ``strategy``
+    checkpoint: where and how often to save by itself; training resumes from there with the same command
+    """
+    for name in unknown:
+        raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
+    world = worlds.current()
+    model.to(world.device)
+    optimizers = _named(optimizer)
+    made = make_plan(model, optimizers, strategy or Strategy(), world.size)
+    chosen = _checked(plan, made) if plan else made
+    if world.control is not None:
+        agree(chosen, world.control)
+        broadcast_state(model)
+        if chosen.sync_batch_norm:
+            synchronize(model, chosen.sync_batch_norm, dist.new_group(backend=world.backend))
+        worlds.seed_for_rank(world.seed, world.rank)
+    engine = Engine(world, model, loss, optimizers, _listed(scheduler), chosen, checkpoint, log or Log())
+    engine.announce()
+    engine.resume()
+    return engine
+
+
+_OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
+
+
+def _named(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
+    if isinstance(given, torch.optim.Optimizer):
+        return {"main": given}
+    named = dict(given) if isinstance(given, Mapping) else {str(i): item for i, item in enumerate(given)}
+    wrong = next((item for item in named.values() if not isinstance(item, torch.optim.Optimizer)), None)
+    if wrong is not None or not named:
+        raise UsageError(f"optimizer= takes torch optimizers, got {type(wrong or given).__name__}")
+    return named
+
+
+def _listed(scheduler: Scheduler | Sequence[Scheduler] | None) -> list[Scheduler]:
+    listed = [] if scheduler is None else list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+    for item in listed:
+        if isinstance(item, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UsageError("ReduceLROnPlateau steps on a metric, not on a step; call its step(metric) yourself")
+    return listed
+
+
+def _checked(given: Plan, made: Plan) -> Plan:
+    if given.ranks != made.ranks:
+        raise UsageError(f"the plan is for {given.ranks} ranks, this job has {made.ranks}; start it with that many")
+    if given.model != made.model:
+        raise UsageError("the plan was made for another model; make it anew")
+    return given

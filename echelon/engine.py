@@ -1,0 +1,276 @@
+"""Engine: trains one model. It only strings the parts together; each part has its own room."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from echelon.checkpoint.settings import Checkpoint
+from echelon.data import Loader
+from echelon.errors import LossError, PeerLost, UsageError, nearest
+from echelon.evaluate import Metric, evaluate
+from echelon.keep import Keeper, Scheduler
+from echelon.objective import LossFunction, Objective, as_batch, count_samples
+from echelon.parallel.batch_norm import idle
+from echelon.parallel.clip import clip_gradients
+from echelon.parallel.collective import gather_json, is_lost_peer
+from echelon.parallel.gradients import Gradients
+from echelon.parallel.replicate import average_buffers
+from echelon.parallel.tally import Tally
+from echelon.plan import Plan
+from echelon.plan.make import batch_norm_names
+from echelon.watch import Log, Watch
+from echelon.world import World
+
+
+class Engine:
+    """Made by ``echelon.distribute``. ``step(*batch)`` is the whole of a training step, whatever the plan."""
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        loss: LossFunction | None,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        schedulers: Sequence[Scheduler],
+        plan: Plan,
+        checkpoint: Checkpoint | None,
+        log: Log,
+    ) -> None:
+        self.world, self.model, self.plan = world, model, plan
+        self.optimizers, self.schedulers = optimizers, schedulers
+        self.steps = 0  #: optimizer steps taken so far
+        self._group = dist.group.WORLD if world.size > 1 else None
+        self._objective = Objective(model, loss, plan.amp, world.device)
+        groups = [dist.new_group(backend=world.backend) for _ in range(plan.communicators)] if self._group else []
+        self._gradients = Gradients(plan, dict(model.named_parameters()), optimizers, groups)
+        self._keeper = Keeper(world, model, optimizers, schedulers, self._gradients, checkpoint)
+        self._watch = Watch(log, world.device, world.rank)
+        self._clock = self._watch.clock
+        self._share: int | None = None  # how many samples of the loader's latest batch count
+        self._loader: Loader | None = None
+        self._unchecked: list[tuple[int, Tally]] = []
+        atexit.register(self.close)
+
+    # ---- training ----
+
+    def step(self, *batch: Any, samples: float | None = None, **named: Any) -> Tensor:
+        """Forward, backward, reduce, clip, update. Returns the mean loss over the global batch.
+
+        ``samples`` is this rank's weight in that mean, by default the length of the batch's first dimension; give it
+        where that is not what the loss averages over (tokens, say).
+        """
+        self._clock.lap("data")
+        with self._explained():
+            inputs = as_batch(batch, named, self.world.device)
+            count = self._count(inputs, samples)
+            with idle(count == 0):
+                _, loss = self._objective(inputs)
+                self._clock.lap("forward")
+                tally = Tally(loss, count, self.plan.reduce_op, self._group)
+                self._gradients.add(loss, count, tally, self._clock)
+            self._check_loss(tally)
+        if self._gradients.ready:
+            self._apply(self.optimizers, tally)
+        return tally.loss
+
+    def backward(self, loss: Tensor) -> None:
+        """For a loop of your own: add this loss's gradients. They stay local until ``update``."""
+        if self.plan.gradient_merge > 1:
+            raise UsageError(
+                "gradient_merge belongs to engine.step(); in your own loop call engine.update() less often"
+            )
+        self._gradients.add_local(loss)
+
+    def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
+        """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.
+
+        Ranks count alike in the mean unless each says how many ``samples`` its gradients stand for.
+        """
+        chosen, weight = self._chosen(optimizer), 1.0 if samples is None else samples
+        with self._explained():
+            tally = Tally(torch.zeros((), device=self.world.device), weight, self.plan.reduce_op, self._group)
+            self._gradients.reduce(chosen, weight, tally)
+        self._apply(chosen, tally)
+
+    def evaluate(
+        self, data: Any, *, batch_size: int | None = None, metrics: Mapping[str, Metric | str] | Sequence[str] = ()
+    ) -> dict[str, float]:
+        """Mean loss and metrics over ``data``, every sample counted once.
+
+        ``data`` is a data set, shared out in batches of ``batch_size`` (64) a replica, or an iterable of batches that
+        are this rank's own.
+        """
+        self._settle_statistics()
+        batches = data
+        if batch_size is not None or isinstance(data, Dataset):
+            batches = self._make_loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
+        results = evaluate(self.model, self._objective, batches, metrics, self.world.device, self._group, self._taken)
+        self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
+        return results
+
+    def loader(self, dataset: Any, *, batch_size: int, **options: Any) -> Loader:
+        """This rank's share of ``dataset``, ``batch_size`` samples a replica at a time. See echelon.data.Loader."""
+        loader = self._make_loader(dataset, batch_size=batch_size, **options)
+        self._keeper.register(loader)
+        self._loader = self._loader or loader
+        self.say(f"global batch {loader.global_batch} = {batch_size} per replica x {self.world.size}")
+        return loader
+
+    # ---- keeping ----
+
+    def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
+        """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
+        self._settle_statistics()
+        return self._keeper.save(directory, self.steps, wait)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
+        self.steps = self._keeper.load(path)
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint of ``distribute(checkpoint=...)``, when there is one."""
+        found = self._keeper.newest()
+        if found is not None:
+            self.load(found)
+            self.say(f"resumed from {found}, after step {self.steps}")
+
+    def close(self) -> None:
+        """Finish what runs in the background. Called by itself at exit."""
+        atexit.unregister(self.close)
+        self._watch.close()
+        self._keeper.wait()
+
+    # ---- inside a step ----
+
+    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally) -> None:
+        if self.plan.clip is not None:
+            clip_gradients(_parameters_of(optimizers), self.plan.clip)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        for scheduler in self.schedulers:
+            if scheduler.optimizer in optimizers.values():
+                scheduler.step()
+        self._gradients.applied()
+        self.steps += 1
+        self._clock.lap("update")
+        rate = float(next(iter(optimizers.values())).param_groups[0]["lr"])
+        self._watch.step(self.steps, tally.loss, tally.samples, rate, self._total_steps())
+        if self._keeper.due(self.steps):
+            self.save()
+
+    def _count(self, inputs: Any, samples: float | None) -> float:
+        share = self._taken()
+        if share == 0:  # a stand-in batch, whatever it holds
+            return 0
+        if samples is not None:
+            return samples
+        return count_samples(inputs) if share is None else share
+
+    def _taken(self) -> int | None:
+        """How many samples of the batch just handed out count; asked once a batch."""
+        share, self._share = self._share, None
+        return share
+
+    def _check_loss(self, tally: Tally) -> None:
+        """Raise on every rank, before the update, when the global loss is not finite.
+
+        On a GPU the host would have to wait for the loss, so there it is looked at one step later.
+        """
+        self._unchecked.append((self.steps + 1, tally))
+        if self.world.device.type == "cuda" and len(self._unchecked) < 2:
+            return
+        step, oldest = self._unchecked.pop(0)
+        if math.isfinite(float(oldest.loss)):
+            return
+        local = float(oldest.local)
+        losses = gather_json(local, self.world.control) if self.world.control else [local]
+        bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+        raise _NotFinite(
+            f"the loss is {losses[bad[0]]} at step {step} on {where}; lower the learning rate, clip gradients, or "
+            "look at that batch"
+        )
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        here = f"step {self.steps + 1}, rank {self.world.rank}"
+        try:
+            yield
+        except _NotFinite:
+            raise
+        except LossError as error:
+            raise LossError(f"{here}: {error}") from None
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            what = str(error).splitlines()[0]
+            raise PeerLost(f"{here}: lost contact with another rank ({what}); look at the other ranks' logs") from None
+
+    # ---- surroundings ----
+
+    def say(self, text: str) -> None:
+        """A line on rank 0's console."""
+        self._watch.say(text)
+
+    def announce(self) -> None:
+        """Say what will run, and what the user may not expect."""
+        self.say(f"{self.world.size} x {self.world.device.type} ({self.world.backend}), {self.world.place.launcher}")
+        for line in self.plan.describe().splitlines():
+            self.say(line)
+        if self._has_local_statistics():
+            self.say("batch norm: statistics per replica (inexact); sync_batch_norm=True gives those of one process")
+        owned = {id(p) for p in _parameters_of(self.optimizers)}
+        left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in owned]
+        if left:
+            self.say(f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ...")
+
+    def _make_loader(self, dataset: Any, **options: Any) -> Loader:
+        return Loader(
+            dataset,
+            **{"seed": self.world.seed, **options},
+            rank=self.world.rank,
+            world_size=self.world.size,
+            device=self.world.device,
+            group=self.world.control,
+            on_share=self._on_share,
+        )
+
+    def _on_share(self, samples: int) -> None:
+        self._share = samples
+
+    def _chosen(self, name: str | None) -> Mapping[str, torch.optim.Optimizer]:
+        if name is None:
+            return self.optimizers
+        if name not in self.optimizers:
+            raise UsageError(f"there is no optimizer '{name}'{nearest(name, self.optimizers)}")
+        return {name: self.optimizers[name]}
+
+    def _has_local_statistics(self) -> bool:
+        return self.world.size > 1 and not self.plan.sync_batch_norm and bool(batch_norm_names(self.model))
+
+    def _settle_statistics(self) -> None:
+        """Replicas that kept their own batch-norm statistics agree on one set before it is used or stored."""
+        if self._has_local_statistics():
+            average_buffers(self.model)
+
+    def _total_steps(self) -> int | None:
+        total = self._loader.total_steps if self._loader else None
+        return total // self.plan.gradient_merge if total else None
+
+
+class _NotFinite(LossError):
+    """Already names step and rank."""
+
+
+def _parameters_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[nn.Parameter]:
+    return [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,148 @@
+"""Keeping a run: its whole training state into a checkpoint, and out of one again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.checkpoint import Stored, Writer, find, latest
+from echelon.checkpoint.settings import Checkpoint
+from echelon.data import Loader
+from echelon.errors import CheckpointError, UsageError
+from echelon.parallel.gradients import Gradients
+from echelon.state import (
+    decode,
+    encode,
+    model_aliases,
+    model_tensors,
+    optimizer_state,
+    random_state,
+    restore_optimizers,
+    restore_random_state,
+)
+from echelon.world import World, seed_for_rank
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+class Keeper:
+    """Knows every part of a run that has state: model, optimizers, schedulers, gradients, loaders, random streams."""
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        schedulers: Sequence[Scheduler],
+        gradients: Gradients,
+        settings: Checkpoint | None,
+    ) -> None:
+        self._world, self._model = world, model
+        self._optimizers, self._schedulers, self._gradients = optimizers, schedulers, gradients
+        self._settings = settings
+        self._writers: dict[Path, Writer] = {}
+        self._loaders: list[Loader] = []
+        self._loader_states: list[dict[str, Any]] = []
+
+    def due(self, step: int) -> bool:
+        """Whether the run asked for a checkpoint at this step."""
+        return self._settings is not None and bool(self._settings.every) and step % (self._settings.every or 1) == 0
+
+    def register(self, loader: Loader) -> None:
+        """Keep this loader's position too. Loaders are told apart by the order in which they were made."""
+        index = len(self._loaders)
+        self._loaders.append(loader)
+        if index < len(self._loader_states):
+            loader.load_state_dict(self._loader_states[index])
+
+    def save(self, directory: str | Path | None, step: int, wait: bool | None) -> Path:
+        place = directory if directory is not None else (self._settings.dir if self._settings else None)
+        if place is None:
+            raise UsageError(
+                "save() needs a directory: save('ckpt'), or distribute(..., checkpoint=Checkpoint(dir=...))"
+            )
+        tensors, facts = self._state()
+        return self._writer(Path(place)).save(step, tensors, facts, wait)
+
+    def load(self, path: str | Path) -> int:
+        """Restore everything; returns the step of the checkpoint."""
+        stored = Stored(find(path))
+        stored.load(model_tensors(self._model))
+        facts = stored.facts
+        kept = {name: stored.read(name) for name in stored.names() if name.startswith("optimizer.")}
+        restore_optimizers(self._optimizers, self._model, facts["optimizers"], kept)
+        self._restore_schedulers(facts["schedulers"])
+        self._gradients.restore(facts["merged"], facts["merged_samples"], self._merged_gradients(stored))
+        self._loader_states = facts["loaders"]
+        for loader, state in zip(self._loaders, self._loader_states, strict=False):
+            loader.load_state_dict(state)
+        self._restore_random(stored)
+        return stored.step
+
+    def newest(self) -> Path | None:
+        """Where the same command, given again, goes on from."""
+        if self._settings is None or not self._settings.resume:
+            return None
+        return latest(self._settings.dir)
+
+    def wait(self) -> None:
+        for writer in self._writers.values():
+            writer.wait()
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        rank = self._world.rank
+        kept, optimizers = optimizer_state(self._model, self._optimizers)
+        tensors = model_tensors(self._model) | kept | random_state(rank, self._world.device)
+        tensors |= {f"merge.{rank}.{name}": grad for name, grad in self._gradients.unreduced().items()}
+        facts = {
+            "aliases": model_aliases(self._model),
+            "optimizers": optimizers,
+            "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "merged": self._gradients.merged,
+            "merged_samples": float(self._gradients.merged_samples),
+        }
+        return tensors, facts
+
+    def _restore_schedulers(self, states: Sequence[Any]) -> None:
+        if len(states) != len(self._schedulers):
+            raise CheckpointError(
+                f"the checkpoint has {len(states)} schedulers, this run has {len(self._schedulers)}; build the same"
+            )
+        for scheduler, state in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(decode(state))
+
+    def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """This rank's merged gradients. They are sums, so on another number of ranks rank 0 may hold them all."""
+        same = stored.world_size == self._world.size
+        for full in stored.names():
+            kind, _, rest = full.partition(".")
+            rank, _, name = rest.partition(".")
+            if kind == "merge" and (int(rank) == self._world.rank if same else self._world.rank == 0):
+                yield name, lambda full=full: stored.read(full)  # type: ignore[misc]
+
+    def _restore_random(self, stored: Stored) -> None:
+        rank = self._world.rank
+        if stored.world_size == self._world.size:
+            mine = {name: stored.read(name) for name in stored.names() if name.startswith(f"rng.{rank}.")}
+            restore_random_state(rank, self._world.device, mine)
+        else:  # other ranks, other streams; they start afresh from the seed and the step
+            seed_for_rank(self._world.seed + stored.step, rank)
+
+    def _writer(self, directory: Path) -> Writer:
+        if directory not in self._writers:
+            settings = self._settings or Checkpoint(dir=str(directory))
+            self._writers[directory] = Writer(
+                directory,
+                keep=settings.keep if Path(settings.dir) == directory else None,
+                asynchronous=settings.asynchronous,
+                rank=self._world.rank,
+                world_size=self._world.size,
+                group=self._world.control,
+                timeout=self._world.timeout,
+            )
+        return self._writers[directory]

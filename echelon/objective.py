@@ -1,0 +1,119 @@
+"""From a batch to a scalar loss: how the batch's parts reach the model and the loss.
+
+positional   step(x1, x2, y)      loss(model(x1, x2), y)
+named        step({"x": .., "y": ..})   loss(model(**the entries forward() names), batch)
+own loss     loss=None            model(*batch) or model(**batch) returns it: a scalar tensor, an object with
+                                  ``.loss``, a dict with "loss", or a tuple whose first item is the loss
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from echelon.errors import DataError, LossError, UsageError
+
+LossFunction = Callable[..., Tensor]
+AMP = {"bf16": torch.bfloat16}
+
+
+class Objective:
+    """The model and its loss as one function of a batch."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, amp: str | None, device: torch.device) -> None:
+        self._model, self._loss, self._amp, self._device = model, loss, amp, device
+        self._accepts = _accepted_names(model)
+
+    def __call__(self, batch: Any) -> tuple[Any, Tensor]:
+        """The model's output and the scalar loss."""
+        with self._precision():
+            if isinstance(batch, Mapping):
+                return self._named(batch)
+            output = self._model(*(batch if self._loss is None or len(batch) == 1 else batch[:-1]))
+            if self._loss is None:
+                return output, scalar(_own_loss(output))
+            return output, scalar(self._loss(output) if len(batch) == 1 else self._loss(output, batch[-1]))
+
+    def target(self, batch: Any) -> Any:
+        """What metrics compare the output with."""
+        return batch if isinstance(batch, Mapping) else batch[-1]
+
+    def _named(self, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        if self._loss is None:
+            output = self._model(**batch)
+            return output, scalar(_own_loss(output))
+        known = batch if self._accepts is None else {k: v for k, v in batch.items() if k in self._accepts}
+        if not known:
+            raise UsageError(
+                f"the batch has {sorted(batch)}, but the model's forward() takes {sorted(self._accepts or ())}; "
+                "use the same names, or pass the batch by position"
+            )
+        output = self._model(**known)
+        return output, scalar(self._loss(output, batch))
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self._amp is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=AMP[self._amp])
+
+
+def as_batch(args: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> Any:
+    """The arguments of ``step`` as one batch, a tuple or a dict, on the device."""
+    if args and named:
+        raise UsageError("step() takes the batch by position or by name, not both at once")
+    batch: Any = named or args
+    if len(args) == 1 and isinstance(args[0], tuple | list | Mapping):
+        batch = args[0]
+    if not batch:
+        raise UsageError("step() was called without a batch")
+    if device.type == "cpu":
+        return batch
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def count_samples(batch: Any) -> int:
+    """The length of the first dimension of the batch's first tensor."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise DataError(
+        "the batch holds no tensor with a batch dimension; say how many samples it has: step(..., samples=n)"
+    )
+
+
+def scalar(loss: Any) -> Tensor:
+    """``loss`` when it is one number with a gradient; else one line saying what it is."""
+    if not isinstance(loss, Tensor):
+        raise LossError(f"the loss must be a tensor, got {type(loss).__name__}; compute it with torch operations")
+    if loss.numel() != 1:
+        raise LossError(f"the loss must be one number, got shape {tuple(loss.shape)}; take its mean")
+    return loss.reshape(())
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    if isinstance(output, tuple) and output:
+        return output[0]
+    raise LossError(
+        f"no loss function was given and the model returned {type(output).__name__} without a loss; "
+        "pass loss=... to distribute(), or return the loss from forward()"
+    )
+
+
+def _accepted_names(model: nn.Module) -> set[str] | None:
+    """Names forward() takes; ``None`` when it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}

@@ -1,0 +1,139 @@
+"""Batch norm over the global batch, on CPU and GPU: the statistics one process would compute.
+
+Forward merges every rank's (mean, variance, count) by the pairwise rule of Chan et al., which does not lose digits
+to a large mean as a sum of squares does. Both passes lean on torch's fused kernels: with the global statistics
+given, batch norm in evaluation mode is the forward, and its backward yields all local sums at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.parallel.collective import all_gather
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+_idle = False
+
+
+@contextlib.contextmanager
+def idle(active: bool) -> Iterator[None]:
+    """While active, this rank runs a stand-in batch: it takes part in every collective but counts for nothing."""
+    global _idle  # noqa: PLW0603 - a fact about the whole process, read deep inside the user's model
+    _idle = active
+    try:
+        yield
+    finally:
+        _idle = False
+
+
+def synchronize(model: nn.Module, names: Iterable[str], group: dist.ProcessGroup) -> None:
+    """Let the named batch-norm layers share their statistics. Weights, buffers and names stay as they are."""
+    modules = dict(model.named_modules())
+    for name in names:
+        module = modules[name]
+        kind = type(module)
+        # A class of its own rather than a patched method: a deep copy of the model stays a model of its own.
+        module.__class__ = type(f"Synchronized{kind.__name__}", (_Synchronized, kind), {"group": group})
+
+
+class _Synchronized(BatchNorm):
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.track_running_stats:
+            return super().forward(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        mean, var, total = _global_statistics(x, self.group)
+        if self.training and self.track_running_stats:
+            _track(self, mean, var, total)
+        result: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, mean, var, total, self.eps, self.group
+        )
+        return result
+
+
+@torch.no_grad()
+def _global_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    channels = x.shape[1]
+    work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    var, mean = torch.var_mean(work, dim=_all_but_channels(x), correction=0)
+    count = torch.full((1,), 0 if _idle else x.numel() // channels, dtype=mean.dtype, device=x.device)
+    parts = all_gather(torch.cat([mean, var, count]), group)
+    means, variances, counts = parts[:, :channels], parts[:, channels : 2 * channels], parts[:, 2 * channels :]
+    total = counts.sum()
+    share = counts / total
+    mean = (means * share).sum(0)
+    var = ((variances + (means - mean) ** 2) * share).sum(0)
+    return mean, var, total
+
+
+@torch.no_grad()
+def _track(module: BatchNorm, mean: Tensor, var: Tensor, total: Tensor) -> None:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    momentum = module.momentum
+    if momentum is None:  # cumulative average
+        assert module.num_batches_tracked is not None
+        momentum = 1.0 / float(module.num_batches_tracked)
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+    unbiased = var * (total / (total - 1))
+    module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, weight, bias, mean, var, total, eps, group = args
+        ctx.save_for_backward(x, weight, mean, var, total)
+        ctx.eps, ctx.group, ctx.idle = eps, group, _idle
+        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var, total = ctx.saved_tensors
+        dy = grads[0].contiguous(memory_format=_layout(x))
+        # In evaluation mode the kernel returns dy * weight / std and the local sums of dy * x_hat and dy.
+        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        )
+        sums = torch.stack([dw, db]).to(mean.dtype)
+        dist.all_reduce(sums, group=ctx.group)
+        if ctx.idle:  # this rank's input is not part of the statistics, so nothing flows back through them
+            dx.zero_()
+        else:
+            dx -= _through_statistics(x, weight, mean, torch.rsqrt(var + ctx.eps), sums / total).to(dx.dtype)
+        dw, db = (dw, db) if weight is not None else (None, None)
+        return dx, dw, db, None, None, None, None, None
+
+
+def _through_statistics(x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor, sums: Tensor) -> Tensor:
+    """``weight / std * (mean(dy) + x_hat * mean(dy * x_hat))``, written as one line ``slope * x + offset``."""
+    scale = inv_std if weight is None else inv_std * weight
+    slope = scale * inv_std * sums[0]
+    offset = scale * sums[1] - slope * mean
+    return torch.addcmul(_broadcast(offset, x), x, _broadcast(slope, x))
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _broadcast(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format

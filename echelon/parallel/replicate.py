@@ -1,0 +1,50 @@
+"""Making replicas equal: the same weights at the start, the same buffers when they are shown or stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def broadcast_state(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    with torch.no_grad():
+        for tensors in _by_kind([*model.parameters(), *model.buffers()]):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            dist.broadcast(flat, src=0)
+            _scatter(flat, tensors)
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Average floating-point buffers over replicas; others are rank 0's.
+
+    Batch-norm statistics that were kept per replica differ between ranks; one model has one set of them.
+    """
+    with torch.no_grad():
+        for tensors in _by_kind(model.buffers()):
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            if flat.is_floating_point():
+                dist.all_reduce(flat)
+                flat /= dist.get_world_size()
+            else:
+                dist.broadcast(flat, src=0)
+            _scatter(flat, tensors)
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that can share one flat message: of one dtype, each once however many names it has."""
+    kinds: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+    for tensor in tensors:
+        if tensor.numel():
+            kinds[tensor.dtype][id(tensor)] = tensor
+    return [list(same.values()) for same in kinds.values()]
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,180 @@
+"""Training state as named tensors and JSON facts, and back: what a checkpoint holds.
+
+model.<name>                          parameters and persistent buffers, each once
+optimizer.<optimizer>.<name>.<key>    optimizer state, by parameter name, so that order does not matter
+merge.<rank>.<name>                   gradients accumulated but not yet reduced (gradient merge)
+rng.<rank>.<generator>                the random streams of each rank
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import CheckpointError
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under their first name; tied weights appear once."""
+    kept = model.state_dict(keep_vars=True)
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in kept.items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            tensors[f"model.{name}"] = value.detach()
+    return tensors
+
+
+def model_aliases(model: nn.Module) -> dict[str, str]:
+    """Second names of tied weights: ``{"head.weight": "embedding.weight"}``."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in first:
+            aliases[name] = first[id(value)]
+        first.setdefault(id(value), name)
+    return aliases
+
+
+def optimizer_state(model: nn.Module, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizers' tensors by name, and their settings and other values as facts."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, Any] = {}
+    for key, optimizer in optimizers.items():
+        values: dict[str, Any] = {}
+        for parameter, state in optimizer.state.items():
+            name = names[id(parameter)]
+            for field, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{key}.{name}.{field}"] = value
+                else:
+                    values.setdefault(name, {})[field] = encode(value)
+        groups = [
+            {
+                "names": [names[id(parameter)] for parameter in group["params"]],
+                "options": encode({k: v for k, v in group.items() if k != "params"}),
+            }
+            for group in optimizer.param_groups
+        ]
+        facts[key] = {"values": values, "groups": groups}
+    return tensors, facts
+
+
+def restore_optimizers(
+    optimizers: Optimizers, model: nn.Module, facts: Mapping[str, Any], stored: Mapping[str, Tensor]
+) -> None:
+    """Give the optimizers back their state. ``stored`` holds the tensors named ``optimizer.*``."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    if set(optimizers) != set(facts):
+        raise CheckpointError(
+            f"the checkpoint has optimizers {sorted(facts)}, this run has {sorted(optimizers)}; "
+            "build the same ones, under the same names"
+        )
+    for key, optimizer in optimizers.items():
+        by_name: dict[str, dict[str, Any]] = {}
+        prefix = f"optimizer.{key}."
+        for full, tensor in stored.items():
+            if full.startswith(prefix):
+                name, _, field = full.removeprefix(prefix).rpartition(".")
+                by_name.setdefault(name, {})[field] = tensor
+        for name, fields in facts[key]["values"].items():
+            by_name.setdefault(name, {}).update({field: decode(value) for field, value in fields.items()})
+        _load(key, optimizer, names, facts[key]["groups"], by_name)
+
+
+def _load(
+    key: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    groups: list[dict[str, Any]],
+    by_name: Mapping[str, dict[str, Any]],
+) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer '{key}' has {len(optimizer.param_groups)} parameter groups, the checkpoint has {len(groups)}"
+        )
+    index = 0
+    state: dict[int, dict[str, Any]] = {}
+    param_groups: list[dict[str, Any]] = []
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        members = [names[id(parameter)] for parameter in group["params"]]
+        if set(members) != set(stored["names"]):
+            odd = sorted(set(members) ^ set(stored["names"]))[0]
+            raise CheckpointError(f"optimizer '{key}' and the checkpoint disagree about parameter '{odd}'")
+        ids = list(range(index, index + len(members)))
+        state |= {i: by_name[name] for i, name in zip(ids, members, strict=True) if name in by_name}
+        param_groups.append({**decode(stored["options"]), "params": ids})
+        index += len(members)
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The random streams of this rank."""
+    legacy: Any = np.random.get_state()
+    _, keys, position, has_gauss, gauss = legacy
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+        "python": torch.tensor([version, *internal], dtype=torch.int64),
+        "python_gauss": torch.tensor([float("nan") if gauss_next is None else gauss_next], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rng.{rank}.{name}": value for name, value in state.items()}
+
+
+def restore_random_state(rank: int, device: torch.device, stored: Mapping[str, Tensor]) -> None:
+    mine = {name.removeprefix(f"rng.{rank}."): value for name, value in stored.items()}
+    torch.set_rng_state(mine["torch"])
+    numbers = mine["numpy"].tolist()
+    keys = np.array(numbers[:-2], dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, numbers[-2], numbers[-1], float(mine["numpy_gauss"])))
+    version, *internal = mine["python"].tolist()
+    gauss = float(mine["python_gauss"])
+    random.setstate((version, tuple(internal), None if math.isnan(gauss) else gauss))
+    if device.type == "cuda" and "cuda" in mine:
+        torch.cuda.set_rng_state(mine["cuda"], device)
+
+
+def encode(value: Any) -> Any:
+    """A Python value as JSON, with tags for what JSON lacks. What cannot be written so is named."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return {"!tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return {"!tuple": [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        tag = "!counter" if isinstance(value, Counter) else "!dict"
+        return {tag: [[encode(key), encode(item)] for key, item in value.items()]}
+    raise CheckpointError(f"a checkpoint cannot hold a value of type {type(value).__name__}: {value!r}")
+
+
+def decode(value: Any) -> Any:
+    """The inverse of ``encode``."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "!tensor" in value:
+        return torch.tensor(value["!tensor"], dtype=getattr(torch, value["dtype"]))
+    if "!tuple" in value:
+        return tuple(decode(item) for item in value["!tuple"])
+    if "!counter" in value:
+        return Counter({decode(key): decode(item) for key, item in value["!counter"]})
+    return {decode(key): decode(item) for key, item in value["!dict"]}

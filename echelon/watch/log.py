@@ -1,0 +1,27 @@
+"""Log: what a user may ask of the console and the metrics files."""
+
+from __future__ import annotations
+
+from echelon.strict import require, strict
+
+
+@strict
+class Log:
+    """How a run shows itself. Only rank 0 writes.
+
+    every:       steps between two lines (and two records in the files)
+    dir:         where metrics.jsonl and TensorBoard files go; by default the launcher's log directory, and
+                 nowhere when the script runs without the launcher
+    console:     False keeps the console silent
+    progress:    a live bar; by default only when the console is a terminal
+    tensorboard: write TensorBoard event files too
+    """
+
+    every: int = 10
+    dir: str | None = None
+    console: bool = True
+    progress: bool | None = None
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, self, "every", "1 or more")

@@ -1,0 +1,99 @@
+"""Watch: gathers what each step reports and hands a record to the sinks every few steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from echelon.environment import LOG_DIR
+from echelon.errors import UsageError
+from echelon.watch.clock import make_clock
+from echelon.watch.log import Log
+from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard
+
+
+class Watch:
+    """Rank 0's eyes; on the other ranks it only keeps the clock."""
+
+    def __init__(self, log: Log, device: torch.device, rank: int) -> None:
+        self.clock = make_clock(device)
+        self._every, self._log = log.every, log
+        self._speaks = rank == 0
+        self._sinks: list[Sink] | None = None
+        self._steps = 0
+        self._examples: Tensor | float = 0.0
+        self._since = time.perf_counter()
+        self.directory = _directory(log)
+
+    def say(self, text: str) -> None:
+        """A line from rank 0, outside the stream of records."""
+        if self._speaks and self._log.console:
+            print(f"echelon: {text}", flush=True)
+
+    def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float | None, total: int | None) -> None:
+        """Note a finished step; every few of them, write a record. The loss is read only then."""
+        if not self._speaks:
+            return
+        self._steps += 1
+        self._examples = self._examples + examples
+        if step % self._every and step != total:
+            return
+        record: Record = {"step": step, "total": total, "loss": float(loss), "learning_rate": rate}
+        record |= self._speed()
+        for sink in self._open():
+            sink.write(record)
+
+    def note(self, record: Record) -> None:
+        """A record of another kind (an evaluation) for the files."""
+        if self._speaks:
+            for sink in self._open():
+                if isinstance(sink, JsonLines | TensorBoard):
+                    sink.write(record)
+
+    def close(self) -> None:
+        for sink in self._sinks or []:
+            sink.close()
+        self._sinks = None
+
+    def _speed(self) -> Record:
+        seconds = self.clock.read()
+        now = time.perf_counter()
+        speed: Record = {"examples_per_s": float(self._examples) / (now - self._since), "time": time.time()}
+        speed |= {phase: 1e3 * spent / self._steps for phase, spent in seconds.items()}
+        self._steps, self._examples, self._since = 0, 0.0, now
+        return speed
+
+    def _open(self) -> list[Sink]:
+        if self._sinks is None:
+            self._sinks = []
+            if self._log.console:
+                bar = self._log.progress if self._log.progress is not None else _terminal()
+                self._sinks.append(Bar() if bar else Lines())
+            if self.directory is not None:
+                self._sinks.append(JsonLines(self.directory))
+                if self._log.tensorboard:
+                    self._sinks.append(TensorBoard(self.directory))
+        return self._sinks
+
+
+def _directory(log: Log) -> Path | None:
+    name = log.dir or os.environ.get(LOG_DIR)
+    if name is None:
+        if log.tensorboard:
+            raise UsageError("Log(tensorboard=True) needs a place to write: give Log(dir=...), or use 'echelon run'")
+        return None
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the log directory '{path}' cannot be made: {error.strerror}; choose another") from None
+    return path
+
+
+def _terminal() -> bool:
+    return sys.__stdout__ is not None and sys.__stdout__.isatty()

@@ -1,0 +1,151 @@
+"""A loader that was stopped goes on with exactly the batches that were left."""
+
+import json
+
+import pytest
+import torch
+from echelon.data import Loader
+from echelon.errors import DataError
+from test_data_order import Counting, Squares, numbers
+
+SENTENCES = [torch.full((1 + n * 7 % 13,), n) for n in range(50)]
+CASES = {
+    "map": (Squares(50), {}),
+    "tensors": ((torch.arange(50),), {}),
+    "stream": (Counting(50), {"shuffle_buffer": 8}),
+    "stream in order": (Counting(50), {"shuffle": False}),
+    "bucketed": (SENTENCES, {"lengths": len, "bucket_window": 2}),
+    "bucketed stream": (Counting(50), {"lengths": lambda s: s["n"] % 5 + 1, "bucket_window": 2}),
+}
+
+
+def contents(batch):
+    if isinstance(batch, torch.Tensor):
+        return [row[0].item() for row in batch]  # a sentence is its number, repeated
+    return numbers(batch)
+
+
+def whole_run(make, epochs):
+    loader = make()
+    return [contents(batch) for _ in loader.epochs(epochs) for batch in loader]
+
+
+def stopped_run(make, epochs, stop_after):
+    """The same, stopped after so many batches and gone on with in a new loader."""
+    seen, loader = [], make()
+    for _ in loader.epochs(epochs):
+        for batch in loader:
+            seen.append(contents(batch))
+            if len(seen) == stop_after:
+                state = json.loads(json.dumps(loader.state_dict()))
+                again = make()
+                again.load_state_dict(state)
+                assert (again.epoch, again.position) == (loader.epoch, loader.position)
+                return seen + [contents(b) for _ in again.epochs(epochs) for b in again]
+    raise AssertionError("never stopped")
+
+
+@pytest.mark.parametrize("uneven", ["pad", "drop", "join"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_stopped_run_sees_what_an_unbroken_one_sees(case, uneven):
+    dataset, options = CASES[case]
+    for rank in range(3):
+
+        def make(rank=rank):
+            return Loader(dataset, batch_size=4, rank=rank, world_size=3, seed=3, uneven=uneven, **options)
+
+        expected = whole_run(make, epochs=2)
+        for stop_after in range(1, len(expected) + 1):
+            assert stopped_run(make, 2, stop_after) == expected, f"rank {rank}, stopped after {stop_after}"
+
+
+@pytest.mark.parametrize("case", ["map", "stream", "bucketed"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_with_workers_too(case, workers):
+    dataset, options = CASES[case]
+
+    def make():
+        return Loader(dataset, batch_size=4, workers=workers, **options)
+
+    assert stopped_run(make, 2, 5) == whole_run(lambda: Loader(dataset, batch_size=4, **options), 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("after", [(2, 4), (1, 5), (3, 3), (4, 8)])
+def test_other_ranks_and_batch_sizes_go_on_at_the_sample(case, after):
+    """(1 rank x 8) then (ranks x batch size): nothing lost, nothing twice, in that epoch and the next."""
+    dataset, options = CASES[case]
+    before, seen = Loader(dataset, batch_size=8, seed=5, uneven="join", **options), []
+    for batch in before:
+        seen += contents(batch)
+        if before.position == 3:
+            break
+    ranks, batch_size = after
+    next_epoch = []
+    for rank in range(ranks):
+        shares = []
+        loader = Loader(
+            dataset,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=ranks,
+            seed=5,
+            uneven="join",
+            on_share=shares.append,
+            **options,
+        )
+        loader.load_state_dict(before.state_dict())
+        for epoch in loader.epochs(2):
+            for batch in loader:
+                (seen if epoch == 0 else next_epoch).extend(contents(batch)[: shares[-1]])
+    assert sorted(seen) == sorted(next_epoch) == list(range(50))
+
+
+def test_an_equal_global_batch_continues_step_by_step():
+    before = Loader(Squares(50), batch_size=8)
+    steps = iter(before)
+    next(steps), next(steps)
+    shares = []
+    for rank in range(2):
+        loader = Loader(Squares(50), batch_size=4, rank=rank, world_size=2)
+        loader.load_state_dict(before.state_dict())
+        assert loader.position == 2
+        shares.append([numbers(batch) for batch in loader])
+    assert [a + b for a, b in zip(*shares, strict=True)] == [numbers(batch) for batch in steps]
+
+
+def test_a_state_from_the_last_batch_has_an_empty_rest():
+    loader = Loader(Squares(8), batch_size=4)
+    batches = iter(loader)
+    next(batches), next(batches)
+    again = Loader(Squares(8), batch_size=4)
+    again.load_state_dict(loader.state_dict())
+    assert [(epoch, len(list(again))) for epoch in again.epochs(2)] == [(0, 0), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"seed": 1}, "epoch 0 with seed=0, this loader has seed=1"),
+        ({"shuffle": False}, "shuffle=True, this loader has shuffle=False"),
+        ({"dataset": Squares(21)}, "size=20, this loader has size=21"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only(options, line):
+    loader = Loader(Squares(20), batch_size=4)
+    at_start = loader.state_dict()
+    next(iter(loader))
+    other = Loader(**{"dataset": Squares(20), "batch_size": 4, **options})
+    with pytest.raises(DataError, match=line):
+        other.load_state_dict(loader.state_dict())
+    other.load_state_dict(at_start)
+    assert other.epoch == 0
+
+
+def test_two_loops_at_once_are_refused():
+    loader = Loader(Squares(20), batch_size=4)
+    first = iter(loader)
+    next(first)
+    next(iter(loader))
+    with pytest.raises(DataError, match="use a loader for each loop"):
+        next(first)

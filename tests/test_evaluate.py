@@ -1,0 +1,69 @@
+"""Evaluation over ranks equals evaluation in one process, whatever the remainder."""
+
+from __future__ import annotations
+
+import echelon
+import pytest
+import torch
+import torch.nn.functional as F
+from echelon.errors import DataError, UsageError
+from harness import run
+from torch import nn
+from torch.utils.data import TensorDataset
+from zoo import build
+
+QUIET = echelon.Log(console=False)
+
+
+def data(samples: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(samples, 3, 8, 8, generator=g), torch.randint(5, (samples,), generator=g))
+
+
+def evaluated(samples: int) -> tuple[dict[str, float], bool]:
+    echelon.init()
+    net, loss = build("convnet")
+    net.body[1].eval()  # type: ignore[index, union-attr]
+    engine = echelon.distribute(net, loss=loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=QUIET)
+    worst = {"worst": lambda output, target: F.cross_entropy(output, target, reduction="none")}
+    results = engine.evaluate(data(samples), batch_size=4, metrics={"accuracy": "accuracy", **worst})
+    modes_kept = net.training and not net.body[1].training and net.body[4].training  # type: ignore[index, union-attr]
+    return results, bool(modes_kept)
+
+
+@pytest.mark.parametrize("samples", [3, 16, 21])
+def test_every_sample_counts_once(samples: int) -> None:
+    expected, _ = run(evaluated, samples, ranks=1)[0]
+    for results, modes_kept in run(evaluated, samples, ranks=3):
+        assert results == pytest.approx(expected, rel=1e-5)
+        assert results["worst"] == pytest.approx(results["loss"], rel=1e-5)
+        assert modes_kept
+
+
+def local_statistics() -> tuple[list[float], list[float]]:
+    echelon.init()
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    strategy = echelon.Strategy(sync_batch_norm=False)
+    engine = echelon.distribute(
+        net, loss=F.mse_loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.0), strategy=strategy, log=QUIET
+    )
+    x = torch.tensor([[0.0, 1.0], [2.0, 3.0]]) * (echelon.rank() + 1)
+    engine.step(x, torch.zeros(2, 1))
+    before = net[0].running_mean.tolist()  # type: ignore[union-attr, operator]
+    engine.evaluate([(x, torch.zeros(2, 1))])
+    return before, net[0].running_mean.tolist()  # type: ignore[union-attr, operator]
+
+
+def test_statistics_kept_per_replica_are_averaged_before_use() -> None:
+    (first, after), (second, also) = run(local_statistics, ranks=2)
+    assert first != second
+    assert after == also == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+
+
+def test_nothing_to_evaluate_and_unknown_metrics() -> None:
+    net = nn.Linear(2, 1)
+    engine = echelon.distribute(net, loss=F.mse_loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=QUIET)
+    with pytest.raises(DataError):
+        engine.evaluate([])
+    with pytest.raises(UsageError, match="no metric 'acuracy'; did you mean 'accuracy'"):
+        engine.evaluate([(torch.ones(1, 2), torch.ones(1, 1))], metrics=["acuracy"])

@@ -1,0 +1,84 @@
+"""What a run tells about itself: console lines, JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import echelon
+import pytest
+import torch
+import torch.nn.functional as F
+from echelon import Log, Strategy
+from echelon.errors import UsageError
+from echelon.watch.clock import PHASES
+from echelon.watch.sinks import summary
+from harness import run
+from torch import nn
+
+
+def train(directory: str, tensorboard: bool = False, merge: int = 1) -> None:
+    echelon.init()
+    net = nn.Linear(3, 1)
+    engine = echelon.distribute(
+        net,
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.25),
+        strategy=Strategy(gradient_merge=merge),
+        log=Log(dir=directory, every=2, tensorboard=tensorboard),
+    )
+    loader = engine.loader((torch.randn(20, 3), torch.randn(20, 1)), batch_size=4 // echelon.world_size())
+    for _ in loader.epochs(2):
+        for x, y in loader:
+            engine.step(x, y)
+    engine.evaluate([(torch.ones(1, 3), torch.ones(1, 1))])
+    engine.close()
+
+
+def records(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_json_lines_hold_every_figure(ranks: int, tmp_path: Path) -> None:
+    run(train, str(tmp_path), ranks=ranks)
+    *steps, evaluation = records(tmp_path)
+    assert [record["step"] for record in steps] == [2, 4, 6, 8, 10]
+    for record in steps:
+        assert record["total"] == 10
+        assert record["learning_rate"] == 0.25
+        assert record["examples_per_s"] > 0
+        assert set(PHASES) <= record.keys()
+    assert evaluation["eval_loss"] >= 0
+
+
+def test_merged_steps_count_once(tmp_path: Path) -> None:
+    run(train, str(tmp_path), ranks=1, merge=2)
+    assert [record["step"] for record in records(tmp_path)[:-1]] == [2, 4, 5]
+
+
+def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(train, str(tmp_path), tensorboard=True, ranks=1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert logged == [(r["step"], pytest.approx(r["loss"])) for r in records(tmp_path)[:-1]]
+
+
+def test_the_console_line_reads_well() -> None:
+    record = {"step": 20, "total": 100, "loss": 0.5, "examples_per_s": 1234.5} | dict.fromkeys(PHASES, 1.25)
+    assert summary(record) == (
+        "step 20/100  loss 0.5000  1,234 examples/s  "
+        "data 1.2 forward 1.2 backward 1.2 communicate 1.2 update 1.2 ms"
+    )
+
+
+def test_a_log_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    net = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="cannot be made"):
+        echelon.distribute(
+            net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=Log(dir=str(tmp_path / "file" / "log"))
+        )
