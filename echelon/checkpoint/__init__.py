@@ -1,0 +1,13 @@
+"""One logical checkpoint per step: written by any number of ranks, complete or absent, loaded on any other number.
+
+Tensors lie in safetensors files, everything else in one JSON index; nothing in a checkpoint is ever unpickled.
+"""
+
+from echelon.checkpoint.layout import find, latest
+from echelon.checkpoint.settings import Checkpoint
+from echelon.checkpoint.stored import Stored, verify
+from echelon.checkpoint.weights import export
+from echelon.checkpoint.writer import Writer
+from echelon.errors import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]

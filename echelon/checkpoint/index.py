@@ -1,0 +1,301 @@
+"""``index.json``: what a checkpoint holds and where. The last line is a checksum over every byte before it.
+
+The index decides what is read, so whatever comes from it is checked before use: types, ranges, file names, that the
+pieces of a tensor fill it, and that the pieces in a file fill the file. A file from a stranger may thus be refused,
+but it cannot make us read elsewhere, allocate more than it holds, or run anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.checkpoint import dtypes, tensorfile
+from echelon.checkpoint.faults import cannot_read
+from echelon.checkpoint.layout import INDEX
+from echelon.checkpoint.tensorfile import FileRecord, Span
+from echelon.errors import CheckpointError
+
+FORMAT = "echelon-checkpoint"
+VERSION = 1
+_SEAL = b',\n"checksum": "'
+_SEALED_END = re.compile(rb'([0-9a-f]{8})"\n}\n')
+_FILE_NAME = re.compile(r"rank-\d{1,9}\.safetensors")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_LARGEST = 2**63 - 1
+_MOST_DIMENSIONS = 64  # torch's own limit
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and the bytes it lies in."""
+
+    file: str
+    name: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as a whole."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The whole of ``index.json``."""
+
+    step: int
+    world_size: int
+    files: dict[str, FileRecord]
+    tensors: dict[str, Entry]
+    facts: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "files": {name: asdict(record) for name, record in self.files.items()},
+            "tensors": {name: _entry_to_json(entry) for name, entry in self.tensors.items()},
+            "facts": self.facts,
+        }
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+        text = ("{\n" + ",\n".join(lines)).encode()
+        return text + _SEAL + tensorfile.in_hex(tensorfile.checksum(text)).encode() + b'"\n}\n'
+
+    def check(self) -> None:
+        """Raise ``Malformed`` unless the pieces fill the tensors, and the files, exactly."""
+        for name, entry in self.tensors.items():
+            _check_filled(name, entry)
+        _check_files_filled(self)
+
+
+class Malformed(ValueError):
+    """The index says something that cannot be."""
+
+
+def read_index(checkpoint: Path) -> Index:
+    """The verified index of the checkpoint in that directory."""
+    path = checkpoint / INDEX
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(cannot_read(path, error)) from None
+    content = _unseal(path, data)
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} is of format {_brief(content.get('format'))} version {_brief(content.get('version'))}, this "
+            f"Echelon reads {FORMAT} version {VERSION}; use the Echelon that wrote it, or another checkpoint"
+        )
+    try:
+        index = _from_json(content)
+        index.check()
+    except (Malformed, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a usable index: {error}; use another checkpoint") from None
+    return index
+
+
+def plain_facts(facts: Any) -> dict[str, Any]:
+    """``facts`` if JSON gives back exactly what is put in (save that a tuple becomes a list)."""
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"the facts of a checkpoint must be a dict, got {type(facts).__name__}")
+    _check_plain(facts, "facts")
+    return facts
+
+
+def _unseal(path: Path, data: bytes) -> dict[str, Any]:
+    text, _, end = data.rpartition(_SEAL)
+    seal = _SEALED_END.fullmatch(end)
+    if seal is None or seal[1].decode() != tensorfile.in_hex(tensorfile.checksum(text)):
+        raise CheckpointError(
+            f"{path} is damaged or truncated: it does not match its checksum; "
+            f"copy {path.parent.name} again from where it came, or remove it and use an earlier checkpoint"
+        )
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a usable index: it is not a JSON object; use another checkpoint")
+    return content
+
+
+def _entry_to_json(entry: Entry) -> dict[str, Any]:
+    chunks = [
+        {
+            "file": chunk.file,
+            "name": chunk.name,
+            "offsets": chunk.offsets,
+            "sizes": chunk.sizes,
+            "start": chunk.span.start,
+            "nbytes": chunk.span.nbytes,
+            "checksum": chunk.span.checksum,
+        }
+        for chunk in entry.chunks
+    ]
+    return {"dtype": dtypes.name_of(entry.dtype), "shape": entry.shape, "chunks": chunks}
+
+
+def _from_json(content: Mapping[str, Any]) -> Index:
+    return Index(
+        step=_whole(content, "step"),
+        world_size=_whole(content, "world_size"),
+        files={_file_name(name): _file_record(value) for name, value in _object(content, "files").items()},
+        tensors={name: _entry(value) for name, value in _object(content, "tensors").items()},
+        facts=_object(content, "facts"),
+    )
+
+
+def _file_record(value: Any) -> FileRecord:
+    fields = _as_object(value)
+    return FileRecord(_whole(fields, "nbytes"), _whole(fields, "header_nbytes"), _sum_of(fields, "header_checksum"))
+
+
+def _entry(value: Any) -> Entry:
+    fields = _as_object(value)
+    dtype = dtypes.dtype_named(_text(fields, "dtype"))
+    if dtype is None:
+        raise Malformed(f"dtype {_brief(fields['dtype'])} is unknown")
+    chunks = tuple(_chunk(chunk, dtype) for chunk in _list(fields, "chunks"))
+    shape = _wholes(fields, "shape")
+    if len(shape) > _MOST_DIMENSIONS or dtypes.nbytes(dtype, [size or 1 for size in shape]) > _LARGEST:
+        raise Malformed(f"no tensor has the shape {_brief(shape)}")
+    return Entry(dtype, shape, chunks)
+
+
+def _chunk(value: Any, dtype: torch.dtype) -> Chunk:
+    fields = _as_object(value)
+    return Chunk(
+        file=_file_name(_text(fields, "file")),
+        name=_text(fields, "name"),
+        dtype=dtype,
+        offsets=_wholes(fields, "offsets"),
+        sizes=_wholes(fields, "sizes"),
+        span=Span(_whole(fields, "start"), _whole(fields, "nbytes"), _sum_of(fields, "checksum")),
+    )
+
+
+def _check_filled(name: str, entry: Entry) -> None:
+    for chunk in entry.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
+            raise Malformed(f"a piece of {_brief(name)} has another number of dimensions")
+        ends = (offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
+            raise Malformed(f"a piece of {_brief(name)} lies outside of it")
+        if chunk.span.nbytes != dtypes.nbytes(entry.dtype, chunk.sizes):
+            raise Malformed(f"a piece of {_brief(name)} has the wrong number of bytes")
+    distinct = len({chunk.offsets for chunk in entry.chunks})
+    filled = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if not entry.chunks or distinct != len(entry.chunks) or filled != math.prod(entry.shape):
+        raise Malformed(f"the pieces of {_brief(name)} do not fill it")
+
+
+def _check_files_filled(index: Index) -> None:
+    """Every byte of every file belongs to exactly one checksum, so no damage goes unseen and no file is read twice."""
+    spans: dict[str, list[Span]] = {name: [] for name in index.files}
+    for entry in index.tensors.values():
+        for chunk in entry.chunks:
+            if chunk.file not in spans:
+                raise Malformed(f"{chunk.file} is not among the files")
+            spans[chunk.file].append(chunk.span)
+    for name, record in index.files.items():
+        position = record.header_nbytes
+        for span in sorted(spans[name], key=lambda span: (span.start, span.nbytes)):
+            if span.start != position:
+                raise Malformed(f"the pieces in {name} do not fill it")
+            position += span.nbytes
+        if position != record.nbytes:
+            raise Malformed(f"the pieces in {name} do not fill it")
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}: JSON keeps only text as keys; use str({key!r})")
+            _check_plain(inner, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{position}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, which JSON cannot hold; store it as a tensor or as plain numbers"
+        )
+
+
+def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return _as_object(_required(fields, key))
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Malformed(f"{_brief(value)} stands where an object should")
+    return value
+
+
+def _list(fields: Mapping[str, Any], key: str) -> list[Any]:
+    value = _required(fields, key)
+    if not isinstance(value, list):
+        raise Malformed(f"{key} is {_brief(value)}")
+    return value
+
+
+def _text(fields: Mapping[str, Any], key: str) -> str:
+    value = _required(fields, key)
+    if not isinstance(value, str):
+        raise Malformed(f"{key} is {_brief(value)}")
+    return value
+
+
+def _whole(fields: Mapping[str, Any], key: str) -> int:
+    return _as_whole(_required(fields, key), key)
+
+
+def _wholes(fields: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    return tuple(_as_whole(value, key) for value in _list(fields, key))
+
+
+def _as_whole(value: Any, key: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise Malformed(f"{key} is {_brief(value)}")
+    return value
+
+
+def _sum_of(fields: Mapping[str, Any], key: str) -> str:
+    value = _text(fields, key)
+    if not _CHECKSUM.fullmatch(value):
+        raise Malformed(f"{key} is {_brief(value)}")
+    return value
+
+
+def _file_name(value: str) -> str:
+    """Only names that a writer gives: never a path, so that nothing outside the checkpoint is ever opened."""
+    if not _FILE_NAME.fullmatch(value):
+        raise Malformed(f"file name {_brief(value)} is not one of ours")
+    return value
+
+
+def _required(fields: Mapping[str, Any], key: str) -> Any:
+    if key not in fields:
+        raise Malformed(f"{key} is missing")
+    return fields[key]
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

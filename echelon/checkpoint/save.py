@@ -1,0 +1,169 @@
+"""One save, from the tensors of every rank to a complete checkpoint, in the order in which things happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from echelon.checkpoint import dtypes, layout, tensorfile
+from echelon.checkpoint.allotment import Allotment
+from echelon.checkpoint.exchange import Peers
+from echelon.checkpoint.faults import cannot_write
+from echelon.checkpoint.index import Chunk, Entry, Index, Malformed, plain_facts
+from echelon.checkpoint.share import Piece, local_pieces
+from echelon.checkpoint.staging import Staging
+from echelon.checkpoint.tensorfile import FileRecord, Slot, Span
+from echelon.errors import CheckpointError
+
+T = TypeVar("T")
+Held = list[tuple[Piece, torch.Tensor]]
+
+
+class Save:
+    """What the ranks do together for one step: agree on shares, write them, give the result its name."""
+
+    def __init__(self, peers: Peers, allotment: Allotment, directory: Path, step: int, keep: int | None) -> None:
+        self._peers = peers
+        self._allotment = allotment
+        self._directory = directory
+        self._step = step
+        self._keep = keep
+        self._aside = layout.aside_path(directory, step, "writing")
+        self.final = layout.final_path(directory, step)
+        self._facts: dict[str, Any] = {}
+        self._held: Held = []
+        self._share: Held = []
+        self._failure: Exception | None = None
+
+    def share(self, tensors: Mapping[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """Agree on who writes what, and open the place to write to."""
+
+        def offer() -> dict[str, Any]:
+            self._facts = plain_facts(facts)
+            self._held = local_pieces(tensors)
+            return {"step": self._step, "pieces": self._allotment.offer([piece for piece, _ in self._held])}
+
+        shares = self._peers.agree(self._doing, offer, self._allot)
+        mine = self._allotment.settle([piece for piece, _ in self._held], shares, self._peers.rank)
+        self._share = [self._held[position] for position in mine]
+        self._share.sort(key=lambda held: -held[0].dtype.itemsize)  # so that each tensor lies aligned to its dtype
+
+    def stage(self, staging: Staging) -> None:
+        """Copy this rank's share aside. A failure waits for ``write``, where the other ranks can hear of it."""
+        try:
+            self._share = staging.copy(self._share)
+        except RuntimeError as error:
+            self._failure = error
+        self._held = []  # training's own tensors are not needed any longer
+
+    def write(self) -> None:
+        """Write every share; when all are on the disk, make the checkpoint complete."""
+        try:
+            self._peers.agree(self._doing, self._write_share, self._complete)
+        except CheckpointError:
+            if self._peers.rank == 0 and self._aside.exists():
+                with suppress(OSError):  # what is left is swept at the next save
+                    layout.remove_tree(self._aside)
+            raise
+
+    @property
+    def _doing(self) -> str:
+        return f"saving step {self._step}"
+
+    def _allot(self, offers: list[Any]) -> list[list[int]] | None:
+        for rank, offer in enumerate(offers):
+            if offer["step"] != self._step:
+                raise CheckpointError(
+                    f"rank 0 saves step {self._step}, but rank {rank} step {offer['step']}; call save together"
+                )
+        shares = self._allotment.allot([offer["pieces"] for offer in offers])
+        self._on_disk(lambda: layout.open_aside(self._directory, self._step))
+        return shares
+
+    def _write_share(self) -> dict[str, Any]:
+        if self._failure is not None:
+            raise self._failure
+        pieces = [piece for piece, _ in self._share]
+        slots = _slots(pieces)
+        contents = (dtypes.bytes_of(tensor) for _, tensor in self._share)
+        path = self._aside / layout.tensor_file(self._peers.rank)
+        record, spans = self._on_disk(lambda: tensorfile.write(path, slots, contents))
+        written = [
+            [piece.to_message(), slot.name, asdict(span)]
+            for piece, slot, span in zip(pieces, slots, spans, strict=True)
+        ]
+        return {"file": asdict(record), "written": written}
+
+    def _complete(self, results: list[Any]) -> None:
+        index = Index(
+            step=self._step,
+            world_size=self._peers.world_size,
+            files={layout.tensor_file(rank): FileRecord(**result["file"]) for rank, result in enumerate(results)},
+            tensors=_entries([result["written"] for result in results]),
+            facts=self._facts,
+        )
+        self._refuse_incomplete(index)
+        self._on_disk(lambda: self._publish(index))
+        if self._keep is not None:
+            self._prune(self._keep)
+
+    def _publish(self, index: Index) -> None:
+        tensorfile.write_whole(self._aside / layout.INDEX, index.to_bytes())
+        layout.publish(self._aside, self._directory, self._step)
+
+    def _prune(self, keep: int) -> None:
+        try:
+            layout.prune(self._directory, self._step, keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint is complete, but {error.filename or self._directory} could not be removed: "
+                f"{error.strerror}; remove it by hand"
+            ) from error
+
+    def _refuse_incomplete(self, index: Index) -> None:
+        try:
+            index.check()
+        except Malformed as error:
+            raise CheckpointError(f"the tensors of the ranks do not fit together: {error}") from error
+        for name, record in index.files.items():
+            path = self._aside / name
+            if not path.is_file() or path.stat().st_size != record.nbytes:
+                raise CheckpointError(
+                    f"rank 0 does not see {path}, which another rank wrote; choose a directory that all hosts share"
+                )
+
+    def _on_disk(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(cannot_write(self._aside, error, opened_elsewhere=self._peers.rank > 0)) from error
+
+
+def _slots(pieces: Sequence[Piece]) -> list[Slot]:
+    """The pieces as tensors of one file. A whole tensor keeps its name; a shard's says where it begins."""
+    slots: dict[str, Slot] = {}
+    for piece in pieces:
+        name = piece.name
+        if piece.sizes != piece.shape:
+            name += "@" + ",".join(str(offset) for offset in piece.offsets)
+        while name in slots:
+            name += "'"
+        slots[name] = Slot(name, *dtypes.stored_as(piece.dtype, piece.sizes), dtypes.nbytes(piece.dtype, piece.sizes))
+    return list(slots.values())
+
+
+def _entries(written: Sequence[Sequence[Any]]) -> dict[str, Entry]:
+    wholes: dict[str, Piece] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for rank, items in enumerate(written):
+        for message, name, span in items:
+            piece = Piece.from_message(message)
+            wholes.setdefault(piece.name, piece)
+            chunk = Chunk(layout.tensor_file(rank), name, piece.dtype, piece.offsets, piece.sizes, Span(**span))
+            chunks.setdefault(piece.name, []).append(chunk)
+    return {name: Entry(wholes[name].dtype, wholes[name].shape, tuple(chunks[name])) for name in sorted(wholes)}

@@ -1,0 +1,32 @@
+"""Copies in host memory, so that training may go on changing the tensors while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from echelon.checkpoint.share import Piece
+
+
+class Staging:
+    """Buffers that are kept from save to save: allocating pinned memory costs more than filling it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Piece, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, held: Sequence[tuple[Piece, torch.Tensor]]) -> list[tuple[Piece, torch.Tensor]]:
+        """The same pieces, with their values as of now in buffers of our own."""
+        self._buffers = {piece: self._buffer(piece, tensor) for piece, tensor in held}
+        for piece, tensor in held:
+            self._buffers[piece].copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in {tensor.device for _, tensor in held if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return list(self._buffers.items())
+
+    def _buffer(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._buffers.get(piece)
+        if kept is not None and kept.is_pinned() == tensor.is_cuda:
+            return kept
+        return torch.empty(piece.sizes, dtype=piece.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,0 +1,61 @@
+"""The model's weights alone, as one safetensors file that other programs read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from echelon.checkpoint import dtypes, tensorfile
+from echelon.checkpoint.faults import cannot_write
+from echelon.checkpoint.layout import find, sync_directory
+from echelon.checkpoint.stored import Stored
+from echelon.checkpoint.tensorfile import Slot
+from echelon.errors import CheckpointError
+
+
+def export(path_or_dir: str | os.PathLike[str], out: str | os.PathLike[str], prefix: str = "model.") -> int:
+    """Write the tensors whose names begin with ``prefix``, without it, to ``out``; how many there were.
+
+    Weights that the model ties are stored once; the file has them under each of their names, as the fact ``aliases``
+    (second name: first name) tells. One tensor at a time is in memory.
+    """
+    stored = Stored(find(path_or_dir))
+    sources = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
+    if not sources:
+        raise CheckpointError(f"{stored.path} holds no tensor under '{prefix}'; it holds {_some(stored.names())}")
+    sources |= {second: sources[first] for second, first in _aliases(stored) if first in sources}
+    _write(Path(out), stored, sources)
+    return len(sources)
+
+
+def _aliases(stored: Stored) -> Iterable[tuple[str, str]]:
+    aliases = stored.facts.get("aliases")
+    pairs = aliases.items() if isinstance(aliases, dict) else ()
+    return [(second, first) for second, first in pairs if isinstance(first, str)]
+
+
+def _write(out: Path, stored: Stored, sources: Mapping[str, str]) -> None:
+    # in the order safetensors itself uses, which leaves every tensor aligned to its dtype
+    names = sorted(sources, key=lambda name: (-stored.dtype(sources[name]).itemsize, name))
+    slots = [_slot(stored, name, sources[name]) for name in names]
+    contents = (dtypes.bytes_of(stored.read(sources[name])) for name in names)
+    aside = out.with_name(f".{out.name}.writing")
+    try:
+        tensorfile.write(aside, slots, contents, note={"format": "pt"})
+        aside.rename(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(cannot_write(out, error)) from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _slot(stored: Stored, name: str, source: str) -> Slot:
+    dtype, shape = stored.dtype(source), stored.shape(source)
+    return Slot(name, *dtypes.exported_as(dtype, shape), dtypes.nbytes(dtype, shape))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return f"{len(names)} others, such as {shown}" if names else "none at all"

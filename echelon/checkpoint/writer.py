@@ -1,0 +1,95 @@
+"""``Writer``: saves of one job into one directory, beside training or before it goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.checkpoint.allotment import Allotment
+from echelon.checkpoint.exchange import Peers
+from echelon.checkpoint.faults import first_line
+from echelon.checkpoint.save import Save
+from echelon.checkpoint.staging import Staging
+from echelon.errors import CheckpointError, UsageError
+from echelon.world import DEFAULT_TIMEOUT
+
+
+class Writer:
+    """Writes checkpoints into ``directory``. Every rank makes one, and all ranks call ``save`` together.
+
+    ``asynchronous`` copies the tensors to host memory and writes them from a thread while training goes on.
+    ``keep`` removes all but so many of the checkpoints up to the one just written.
+    ``timeout`` bounds, in seconds, the wait for a rank that lives but does not come.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep} would remove every checkpoint; give at least 1, or None to keep all")
+        if group is None and world_size > 1:
+            raise UsageError(f"{world_size} processes cannot save together without a group; pass group=")
+        self._directory = Path(directory).absolute()
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._peers = Peers(rank, world_size, group, timeout)
+        self._allotment = Allotment()
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        facts: dict[str, Any],
+        wait: bool | None = None,
+    ) -> Path:
+        """Store ``tensors`` as they are now, and rank 0's ``facts``, as the checkpoint of ``step``.
+
+        A tensor of the same name on several ranks is taken to be the same and written once; a DTensor is written by
+        its shards. Returns where the checkpoint will be: it is there when this returns if ``wait`` (by default: if the
+        writer is not asynchronous), else after ``wait()``. Calling ``save`` again waits for the one before.
+        """
+        self.wait()
+        save = Save(self._peers, self._allotment, self._directory, step, self._keep)
+        save.share(tensors, facts)
+        if wait if wait is not None else not self._asynchronous:
+            save.write()
+        else:
+            save.stage(self._staging)
+            self._thread = threading.Thread(target=self._write, args=(save,), name=f"checkpoint of step {step}")
+            self._thread.start()
+        return save.final
+
+    def wait(self) -> None:
+        """Return when the last save is complete; raise if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self, save: Save) -> None:
+        try:
+            save.write()
+        except CheckpointError as error:
+            self._failure = error
+        except BaseException as error:
+            self._failure = CheckpointError(f"saving {save.final.name}: {first_line(error)}")
+            self._failure.__cause__ = error
