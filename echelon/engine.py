@@ -74,7 +74,7 @@ class Engine:
             inputs = as_batch(batch, named, self.world.device)
             count = self._count(inputs, samples)
             with idle(count == 0):
-                _, loss = self._objective(inputs)
+                loss = self._loss(inputs)
                 self._clock.lap("forward")
                 tally = Tally(loss, count, self.plan.reduce_op, self._group)
                 self._gradients.add(loss, count, tally, self._clock)
@@ -135,14 +135,17 @@ class Engine:
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
-        self.steps = self._keeper.load(path)
+        stored = self._keeper.load(path)
+        self.steps = stored.step
+        self.say(f"resumed from {stored.path}, after step {stored.step}")
+        if stored.world_size != self.world.size:
+            self.say(f"saved by {stored.world_size} ranks, resumed by {self.world.size}: random streams start afresh")
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of ``distribute(checkpoint=...)``, when there is one."""
         found = self._keeper.newest()
         if found is not None:
             self.load(found)
-            self.say(f"resumed from {found}, after step {self.steps}")
 
     def close(self) -> None:
         """Finish what runs in the background. Called by itself at exit."""
@@ -167,6 +170,12 @@ class Engine:
         self._watch.step(self.steps, tally.loss, tally.samples, rate, self._total_steps())
         if self._keeper.due(self.steps):
             self.save()
+
+    def _loss(self, inputs: Any) -> Tensor:
+        try:
+            return self._objective(inputs)[1]
+        except LossError as error:
+            raise LossError(f"{self._here()}: {error}") from None
 
     def _count(self, inputs: Any, samples: float | None) -> float:
         share = self._taken()
@@ -196,25 +205,24 @@ class Engine:
         losses = gather_json(local, self.world.control) if self.world.control else [local]
         bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        raise _NotFinite(
+        raise LossError(
             f"the loss is {losses[bad[0]]} at step {step} on {where}; lower the learning rate, clip gradients, or "
             "look at that batch"
         )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        here = f"step {self.steps + 1}, rank {self.world.rank}"
+        """Around what talks to other ranks: a peer that is gone is told in a line of ours."""
         try:
             yield
-        except _NotFinite:
-            raise
-        except LossError as error:
-            raise LossError(f"{here}: {error}") from None
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
             what = str(error).splitlines()[0]
-            raise PeerLost(f"{here}: lost contact with another rank ({what}); look at the other ranks' logs") from None
+            raise PeerLost(f"{self._here()}: lost contact with another rank ({what}); see its log") from None
+
+    def _here(self) -> str:
+        return f"step {self.steps + 1}, rank {self.world.rank}"
 
     # ---- surroundings ----
 
@@ -266,10 +274,6 @@ class Engine:
     def _total_steps(self) -> int | None:
         total = self._loader.total_steps if self._loader else None
         return total // self.plan.gradient_merge if total else None
-
-
-class _NotFinite(LossError):
-    """Already names step and rank."""
 
 
 def _parameters_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[nn.Parameter]:

@@ -68,20 +68,20 @@ class Keeper:
         tensors, facts = self._state()
         return self._writer(Path(place)).save(step, tensors, facts, wait)
 
-    def load(self, path: str | Path) -> int:
-        """Restore everything; returns the step of the checkpoint."""
+    def load(self, path: str | Path) -> Stored:
+        """Restore everything; returns what it was restored from."""
         stored = Stored(find(path))
         stored.load(model_tensors(self._model))
         facts = stored.facts
         kept = {name: stored.read(name) for name in stored.names() if name.startswith("optimizer.")}
         restore_optimizers(self._optimizers, self._model, facts["optimizers"], kept)
         self._restore_schedulers(facts["schedulers"])
-        self._gradients.restore(facts["merged"], facts["merged_samples"], self._merged_gradients(stored))
+        self._gradients.restore(facts["gradients"], self._merged_gradients(stored))
         self._loader_states = facts["loaders"]
         for loader, state in zip(self._loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
         self._restore_random(stored)
-        return stored.step
+        return stored
 
     def newest(self) -> Path | None:
         """Where the same command, given again, goes on from."""
@@ -103,8 +103,7 @@ class Keeper:
             "optimizers": optimizers,
             "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._loaders],
-            "merged": self._gradients.merged,
-            "merged_samples": float(self._gradients.merged_samples),
+            "gradients": self._gradients.facts(),
         }
         return tensors, facts
 

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from test_data_order import Counting, Squares, numbers
+
 from echelon.data import Loader
 from echelon.errors import DataError
-from test_data_order import Counting, Squares, numbers
 
 SENTENCES = [torch.full((1 + n * 7 % 13,), n) for n in range(50)]
 CASES = {

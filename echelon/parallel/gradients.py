@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Gradients:
         self._sum = plan.reduce_op == "sum"
         # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
         self._plain = not groups and plan.gradient_merge == 1
+        self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_assumption``
         self.merged = 0  #: forward passes since the last update
         self.merged_samples: Tensor | float = 0.0  #: samples all ranks saw in them
         self._stale = True  # those of a finished update stay readable until the next backward begins
@@ -46,7 +48,7 @@ class Gradients:
         self.merged += 1
         if self.ready:
             for reducer in self._reducers.values():
-                reducer.arm(lambda: self._divisor(tally))
+                reducer.arm(lambda: self._assumption(tally))
         scaled = loss if self._plain or self._sum else loss * samples
         scaled.backward()  # type: ignore[no-untyped-call]
         clock.lap("backward")
@@ -85,13 +87,16 @@ class Gradients:
             return {}
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
-    def restore(
-        self, merged: int, merged_samples: float, unreduced: Iterable[tuple[str, Callable[[], Tensor]]]
-    ) -> None:
+    def facts(self) -> dict[str, float | None]:
+        """The numbers that belong to the training state."""
+        assumed = None if self.assumed is None else float(self.assumed)
+        return {"merged": self.merged, "merged_samples": float(self.merged_samples), "assumed": assumed}
+
+    def restore(self, facts: Mapping[str, Any], unreduced: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
         """Take up merged gradients again. A parameter named more than once gets the sum."""
         self._stale = True
         self.clear()
-        self.merged, self.merged_samples = merged, merged_samples
+        self.merged, self.merged_samples, self.assumed = facts["merged"], facts["merged_samples"], facts["assumed"]
         for name, read in unreduced:
             parameter = self._parameters[name]
             grad = read().to(parameter.device)
@@ -100,12 +105,37 @@ class Gradients:
     def _finish(self, tally: Tally) -> None:
         for reducer in self._reducers.values():
             reducer.finish()
-        if not self._reducers and not self._plain:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._divisor(tally))
+        if self._sum or self._plain:
+            return
+        actual = self.merged_samples + tally.samples
+        if self._reducers:
+            self._correct(actual)
+        else:
+            self._scale(1.0 / actual)
 
-    def _divisor(self, tally: Tally) -> Tensor | float:
+    def _assumption(self, tally: Tally) -> Tensor | float:
+        """What to scale by while sending: as if there were as many samples as last time.
+
+        Waiting for the true count here would hold a quick rank's backward until the slowest has done its forward
+        pass. All ranks assume the same, so the sum can be put right afterwards, in the rare step where it must be.
+        """
         if self._sum:
             return 1.0 / self._plan.gradient_merge
-        return 1.0 / (self.merged_samples + tally.samples)
+        if self.assumed is None:
+            self.assumed = self.merged_samples + tally.samples
+        return 1.0 / self.assumed
+
+    def _correct(self, actual: Tensor | float) -> None:
+        assert self.assumed is not None
+        # On a GPU comparing would wait for the device; there the multiplication is cheaper than the question.
+        if isinstance(actual, Tensor) or actual != self.assumed:
+            self._scale(self.assumed / actual)
+        self.assumed = actual
+
+    def _scale(self, factor: Tensor | float) -> None:
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _divisor(self, tally: Tally) -> Tensor | float:
+        return 1.0 / self._plan.gradient_merge if self._sum else 1.0 / tally.samples

@@ -1,0 +1,105 @@
+"""The ``echelon`` command: a list of subcommands, each importing its implementation only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from echelon.errors import EchelonError, UsageError, nearest
+
+app = typer.Typer(
+    help="Train one PyTorch model on many devices, with the numbers one process gives.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+#: click's UsageError. Newer typers carry a copy of click, older ones depend on it; this names the right one.
+ParseError: type[Any] = typer.BadParameter.__base__ or Exception
+
+
+@app.callback()
+def echelon() -> None:
+    """Keeps ``run`` a subcommand even while it is the only one."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="The script to run (or, with -m, the module).")],
+    args: Annotated[list[str] | None, typer.Argument(help="Everything after the script is the script's.")] = None,
+    *,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    procs: Annotated[
+        int | None, typer.Option(help="Processes on this host.", show_default="one per visible GPU, or 1")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="How many GPUs (4), or which (0,1,3; '0,' is GPU zero alone).")
+    ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(help="Number of hosts.", show_default="PADDLE_TRAINERS_NUM, or 1")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="This host's place among the hosts; 0 is the one at --master.")
+    ] = None,
+    master: Annotated[str | None, typer.Option(help="HOST:PORT where the hosts meet, the same on every host.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="How often to start all ranks again after a failure.")] = 0,
+    log_dir: Annotated[str, typer.Option(help="Directory for rank-N.log, one file per rank.")] = "log",
+    nic: Annotated[str | None, typer.Option(help="Network interface for Gloo and NCCL.")] = None,
+    join_timeout: Annotated[float, typer.Option(help="Seconds to wait for the other hosts.")] = 300.0,
+) -> None:
+    """Run a script on one process per GPU, on one host or several."""
+    from echelon.launch.job import check
+    from echelon.launch.run import launch
+
+    job = check(
+        script,
+        args or [],
+        module=module,
+        procs=procs,
+        gpus=gpus,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master=master,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+        nic=nic,
+        join_timeout=join_timeout,
+    )
+    raise typer.Exit(launch(job))
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one line on stderr and exit code 2, never a traceback of ours."""
+    sys.exit(_exit_code())
+
+
+def _exit_code() -> int:
+    try:
+        return int(app(prog_name="echelon", standalone_mode=False) or 0)
+    except ParseError as error:
+        print(f"echelon: {_explain(error)}", file=sys.stderr)
+        return 2
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except (KeyboardInterrupt, typer.Abort):
+        print("echelon: stopped by SIGINT", file=sys.stderr)
+        return 130
+
+
+def _explain(error: Any) -> str:
+    """click's complaint as one line, with the nearest name for an option or command that does not exist."""
+    command: Any = error.ctx.command if error.ctx else None
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return f"which command? known: {', '.join(sorted(command.commands))} (see 'echelon --help')"
+    if hasattr(error, "option_name") and type(error).__name__ == "NoSuchOption":
+        known = [name for param in command.params for name in param.opts if name.startswith("--")]
+        return f"no option '{error.option_name}' for '{error.ctx.command_path}'{nearest(error.option_name, known)}"
+    message = " ".join(error.format_message().split())
+    if message.startswith("No such command"):
+        name = message.split("'")[1]
+        return f"no command '{name}'{nearest(name, command.commands)}"
+    return message[:1].lower() + message[1:].rstrip(".")

@@ -1,0 +1,7 @@
+"""Data on its way to a rank: shares, order, uneven ends, padding and buckets, cache, prefetch, resume."""
+
+from echelon.data.files import FileList
+from echelon.data.loader import Loader
+from echelon.data.padding import pad_collate
+
+__all__ = ["FileList", "Loader", "pad_collate"]

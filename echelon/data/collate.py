@@ -1,0 +1,55 @@
+"""Samples into one batch, and which sample was to blame when that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from echelon.data.options import LoaderOptions
+from echelon.data.padding import pad_collate
+from echelon.data.seeding import seed_all
+from echelon.errors import DataError
+
+
+class Collate:
+    """The user's own collate function, seeded; or torch's, or ``pad_collate``, with errors that name the sample."""
+
+    def __init__(self, options: LoaderOptions) -> None:
+        self.is_ours = options.collate is None
+        ours = default_collate if options.lengths is None else partial(pad_collate, pad_value=options.pad_value)
+        self._into_batch = options.collate or ours
+
+    def __call__(self, samples: list[Any], names: Sequence[int], seed: int) -> Any:
+        if not self.is_ours:
+            seed_all(seed)  # masking words at random belongs here, and must come out the same after a resume
+            return self._into_batch(samples)
+        try:
+            return self._into_batch(samples)
+        except Exception as error:
+            raise DataError(self._blame(samples, names, error)) from None
+
+    def _blame(self, samples: list[Any], names: Sequence[int], error: Exception) -> str:
+        for sample, name in zip(samples, names, strict=True):
+            if reason := self._reason([sample]):
+                return f"sample {name} cannot become part of a batch: {reason}; convert it, or pass collate="
+            if reason := self._reason([samples[0], sample]):
+                return (
+                    f"sample {name} does not fit into one batch with sample {names[0]}: {reason}; "
+                    "make their shapes alike, pass lengths= to pad sequences, or pass collate="
+                )
+        return f"samples {list(names)[:4]}... cannot become one batch: {one_line(error)}; pass collate="
+
+    def _reason(self, samples: list[Any]) -> str:
+        try:
+            self._into_batch(samples)
+        except Exception as error:
+            return one_line(error)
+        return ""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,58 @@
+"""How far a loader has come, in a form that outlives the process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.errors import DataError
+
+
+@dataclass
+class Cursor:
+    """A place in the global order of the data."""
+
+    #: the global batch for which the order of this epoch was made; it shapes buckets only
+    cut: int
+    epoch: int = 0
+    #: batches handed out in this epoch
+    position: int = 0
+    #: samples of this epoch's global order that all ranks together have been given
+    samples: int = 0
+
+    def advance(self, samples: int) -> None:
+        self.position += 1
+        self.samples += samples
+
+    def next_epoch(self, cut: int) -> None:
+        self.epoch, self.position, self.samples, self.cut = self.epoch + 1, 0, 0, cut
+
+
+def to_state(cursor: Cursor, order: Mapping[str, Any]) -> dict[str, Any]:
+    """``order`` is what the epoch's order depends on; a state goes on only where it is the same."""
+    return {
+        "epoch": cursor.epoch,
+        "position": cursor.position,
+        "samples": cursor.samples,
+        "cut": cursor.cut,
+        "order": dict(order),
+    }
+
+
+def from_state(state: Mapping[str, Any], order: Mapping[str, Any], global_batch: int) -> Cursor:
+    missing = [name for name in ("epoch", "position", "samples", "cut", "order") if name not in state]
+    if missing:
+        raise DataError(f"this is no state of a loader: it lacks '{missing[0]}'; pass what state_dict() returned")
+    cursor = Cursor(state["cut"], state["epoch"], state["position"], state["samples"])
+    if cursor.samples == 0:
+        return Cursor(global_batch, cursor.epoch)
+    for name, now in order.items():
+        then = state["order"].get(name)
+        if then != now:
+            raise DataError(
+                f"the state is from the middle of epoch {cursor.epoch} with {name}={then}, this loader has "
+                f"{name}={now} and would go through other samples; use {name}={then} until that epoch is done"
+            )
+    cursor.position = -(-cursor.samples // global_batch)
+    return cursor

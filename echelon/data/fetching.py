@@ -1,0 +1,89 @@
+"""Answers to requests, from this process or from worker processes, in order either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from echelon.data.source import Source
+from echelon.errors import DataError
+
+
+class Failure(NamedTuple):
+    """An error that one line explains; torch would hand on a worker's error with its traceback in the message."""
+
+    line: str
+
+
+class Fetching:
+    """Runs a source. Worker processes start with the first epoch and stay."""
+
+    def __init__(self, source: Source, *, workers: int, prefetch: int, pin: bool) -> None:
+        self._source, self._workers, self._prefetch, self._pin = source, workers, prefetch, pin
+        self._requests = _Requests()
+        self._loader = self._start() if workers else None
+
+    def answers(self, requests: Iterator[Any]) -> Iterator[Any]:
+        """One answer for each request, until the first that is None."""
+        if self._loader is None:
+            yield from takewhile(_is_answer, map(self._source.fetch, requests))
+            return
+        self._requests.pending = requests
+        failure: Failure | None = None
+        for answer in takewhile(_is_answer, self._loader):
+            if isinstance(answer, Failure):
+                failure = answer
+                break
+            yield answer
+        if failure is not None:
+            # raised with the loop still open, the error would keep the workers in its traceback, and freeing them
+            # from there takes torch 5 s: the thread that tells them to end is gone by then
+            self._loader = self._start()
+            raise DataError(failure.line)
+
+    def _start(self) -> DataLoader[Any]:
+        return DataLoader(
+            _Answers(self._source),
+            batch_size=None,
+            sampler=self._requests,
+            collate_fn=_as_it_is,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch,
+            persistent_workers=True,
+            pin_memory=self._pin,
+            generator=torch.Generator(),  # else torch draws the workers' seeds from the model's randomness
+        )
+
+
+class _Requests:
+    """What the DataLoader calls a sampler: the requests of the epoch at hand."""
+
+    pending: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.pending
+
+
+class _Answers(Dataset[Any]):
+    """What the DataLoader calls a data set: it lives in the workers."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            return self._source.fetch(request)
+        except DataError as error:
+            return Failure(str(error))
+
+
+def _is_answer(answer: Any) -> bool:
+    return answer is not None
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer

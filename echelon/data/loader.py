@@ -1,0 +1,236 @@
+"""Batches for one rank: ``for batch in loader``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon.data.cursor import Cursor, from_state, to_state
+from echelon.data.fetching import Fetching
+from echelon.data.mapped import Columns, MapSource, TensorSource
+from echelon.data.options import Lengths, LoaderOptions, Uneven
+from echelon.data.sharded import Agreement, ShardSource, is_sharded
+from echelon.data.source import Piece, Source, UnknownLength, is_stream, kind_name
+from echelon.data.stream import StreamSource
+from echelon.data.transfer import on_device
+from echelon.errors import DataError, UsageError, nearest
+
+
+class Loader:
+    """This rank's share of a data set, epoch after epoch.
+
+    ``batch_size`` is for each rank. Step by step, all ranks together see the samples that one rank with the global
+    batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        uneven: Uneven = "pad",
+        workers: int = 0,
+        prefetch: int = 2,
+        cache: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        lengths: Lengths | None = None,
+        pad_value: Any = 0,
+        bucket_window: int = 64,
+        shuffle_buffer: int = 1024,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+        on_share: Callable[[int], None] | None = None,
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            raise UsageError(f"the loader has no option '{name}'{nearest(name, OPTIONS)}")
+        self.dataset = dataset
+        self._options = LoaderOptions(
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+            uneven=uneven,
+            workers=workers,
+            prefetch=prefetch,
+            cache=cache,
+            collate=collate,
+            lengths=lengths,
+            pad_value=pad_value,
+            bucket_window=bucket_window,
+            shuffle_buffer=shuffle_buffer,
+        )
+        self._source = open_source(dataset, self._options)
+        self._agreement = (
+            Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
+        )
+        self._device, self._on_share = device, on_share
+        pin = device is not None and device.type == "cuda"
+        self._fetching = Fetching(self._source, workers=workers, prefetch=prefetch, pin=pin)
+        self._cursor = Cursor(cut=self.global_batch)
+        self._continues = False
+        self._iteration = 0
+        self._wanted_epochs: int | None = None
+        self._real, self._room = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch: what is left of it after ``load_state_dict``, else all of it.
+
+        An epoch that was left in the middle (``break``) counts as done; the next loop begins the next one.
+        """
+        if self._cursor.position and not self._continues:
+            self._next_epoch()
+        self._continues = False
+        self._iteration += 1
+        mine = self._iteration
+        for piece in self._pieces():
+            self._account(piece)
+            yield piece.batch
+            if mine != self._iteration:
+                raise DataError("this loader was begun anew or moved inside a loop over it; use a loader for each loop")
+        self._next_epoch()
+
+    def __len__(self) -> int:
+        """Steps in a full epoch."""
+        size = self._source.size
+        if size is None:
+            raise UnknownLength(
+                f"the number of batches in {kind_name(self.dataset)} is not known before it is read; "
+                "count steps yourself, or give the data set a __len__"
+            )
+        whole, rest = divmod(size, self.global_batch)
+        return whole + (rest > 0 and self._options.uneven != "drop")
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that remain until ``count`` are done, each with a loop over the loader inside.
+
+        An epoch whose inner loop was left early, or not run at all, counts as done.
+        """
+        self._wanted_epochs = count
+        return self._epochs_until(count)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done so far, which is the number of the one at hand."""
+        return self._cursor.epoch
+
+    @property
+    def position(self) -> int:
+        """Batches handed out in this epoch, the one just handed out included."""
+        return self._cursor.position
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps in all the epochs that ``epochs()`` was asked for; ``None`` where that is not known."""
+        if self._wanted_epochs is None or self._source.size is None:
+            return None
+        return self._wanted_epochs * len(self)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of one rank."""
+        return self._options.batch_size
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in a step of all ranks together."""
+        return self._options.global_batch
+
+    @property
+    def padding_waste(self) -> float:
+        """Part of the padded sequences' elements that were padding, on this rank so far; 0 without ``lengths``."""
+        return 1 - self._real / self._room if self._room else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: plain numbers, ready for JSON."""
+        return to_state(self._cursor, self._order_facts())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with this or another number of ranks or batch size."""
+        self._cursor = from_state(state, self._order_facts(), self.global_batch)
+        self._continues = True
+        self._iteration += 1
+
+    def _epochs_until(self, count: int) -> Iterator[int]:
+        while self.epoch < count:
+            epoch = self.epoch
+            yield epoch
+            if self.epoch == epoch:
+                self._next_epoch()
+
+    def _order_facts(self) -> dict[str, Any]:
+        """What decides which samples lie behind a position. An epoch can be continued only with the same."""
+        options = self._options
+        facts: dict[str, Any] = {"seed": options.seed, "shuffle": options.shuffle}
+        if isinstance(self._source, MapSource):
+            facts["size"] = self._source.size
+        elif options.shuffle:
+            facts["shuffle_buffer"] = options.shuffle_buffer
+        if isinstance(self._source, ShardSource):
+            facts["world_size"] = options.world_size
+        facts["bucket_window"] = options.bucket_window if options.lengths is not None else 0
+        return facts
+
+    def _pieces(self) -> Iterator[Piece]:
+        # requests run ahead of the batches handed out, so they start from a copy of where we stand
+        pieces = self._fetching.answers(self._source.requests(replace(self._cursor)))
+        if self._agreement is not None:
+            pieces = self._agreement.pieces(pieces, from_start=self._cursor.samples == 0)
+        return on_device(pieces, self._device)
+
+    def _account(self, piece: Piece) -> None:
+        self._cursor.advance(piece.taken)
+        self._real += piece.real
+        self._room += piece.room
+        if self._on_share is not None:
+            self._on_share(piece.share)
+
+    def _next_epoch(self) -> None:
+        self._cursor.next_epoch(self.global_batch)
+        self._continues = False
+
+
+OPTIONS = tuple(name for name in Loader.__init__.__annotations__ if name not in ("unknown", "return"))
+
+
+def open_source(dataset: Any, options: LoaderOptions) -> Source:
+    """The way to read ``dataset``, from what it is."""
+    if isinstance(dataset, DataLoader):
+        raise UsageError("a torch DataLoader was passed as the data set; pass its .dataset and set options here")
+    if isinstance(dataset, GeneratorType | map | filter | zip):
+        raise DataError(
+            f"a {kind_name(dataset)} can be read only once, and every epoch reads the data again; "
+            "pass a list, or an object whose __iter__ starts anew"
+        )
+    if type(dataset) is TensorDataset:
+        return _open_columns(Columns(dataset.tensors), options)
+    if isinstance(dataset, tuple) and dataset and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
+        return _open_columns(Columns(dataset), options)
+    mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if mapped:
+        return MapSource(dataset, len(dataset), options)
+    if is_sharded(dataset):
+        return ShardSource(dataset, options)
+    if is_stream(dataset):
+        return StreamSource(dataset, options)
+    raise DataError(
+        f"{kind_name(dataset)} is no data set: it needs __len__ and __getitem__, or __iter__, or shard(index, count)"
+    )
+
+
+def _open_columns(columns: Columns, options: LoaderOptions) -> Source:
+    if options.collate is None and options.lengths is None:
+        return TensorSource(columns, options)
+    return MapSource(columns, len(columns), options)

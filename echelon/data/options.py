@@ -1,0 +1,49 @@
+"""What was asked of a loader, checked once, and read by every part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from echelon.data.order import block, stride
+from echelon.errors import DataError, UsageError
+from echelon.strict import strict
+
+Uneven = Literal["pad", "drop", "join"]
+Lengths = Callable[[Any], int] | Sequence[int]
+
+
+@strict
+class LoaderOptions:
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool
+    uneven: Uneven
+    workers: int
+    prefetch: int
+    cache: bool
+    collate: Any
+    lengths: Any
+    pad_value: Any
+    bucket_window: int
+    shuffle_buffer: int
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size}: a batch needs at least one sample for each rank")
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank={self.rank} of world_size={self.world_size}: ranks count from 0")
+        for name, least in (("workers", 0), ("prefetch", 1), ("bucket_window", 1), ("shuffle_buffer", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)}: must be {least} or more")
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.world_size
+
+    def own(self, count: int) -> slice:
+        """This rank's share of a global batch of ``count``. Sorted batches are dealt out like cards."""
+        share = stride if self.lengths is not None else block
+        return share(count, self.rank, self.world_size)

@@ -1,0 +1,86 @@
+"""The one global order of an epoch, and how it is cut: permutation, shares of ranks, buckets of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.seeding import Use, numpy_stream
+
+Indices = NDArray[np.int64]
+
+
+def permutation(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
+    """The order of an epoch, from ``seed`` and ``epoch`` alone."""
+    if not shuffle:
+        return np.arange(size, dtype=np.int64)
+    return numpy_stream(seed, Use.ORDER, epoch).permutation(size).astype(np.int64, copy=False)
+
+
+def block(count: int, rank: int, world_size: int) -> slice:
+    """Contiguous share of ``rank``; shares differ by one at most, and the first ranks have more."""
+    base, extra = divmod(count, world_size)
+    start = rank * base + min(rank, extra)
+    return slice(start, start + base + (rank < extra))
+
+
+def stride(count: int, rank: int, world_size: int) -> slice:
+    """Every ``world_size``-th, as many as ``block`` gives: of a sorted batch, each rank gets like lengths."""
+    return slice(rank, count, world_size)
+
+
+def arranged(lengths: Indices, cut: int, shuffler: np.random.RandomState | None) -> Indices:
+    """Places of one window in bucketed order: sorted by length, cut into batches, the batches shuffled.
+
+    What does not fill a batch stays behind, last and unmixed: sorted in with the rest, it would always be the
+    longest samples, and ``uneven="drop"`` would drop those every time.
+    """
+    full = len(lengths) // cut * cut
+    batches = np.argsort(lengths[:full], kind="stable").reshape(-1, cut)
+    if shuffler is not None:
+        batches = batches[shuffler.permutation(len(batches))]
+    tail = full + np.argsort(lengths[full:], kind="stable")
+    return np.concatenate([batches.reshape(-1), tail])
+
+
+class EpochOrder:
+    """The samples' indices in the order in which one epoch visits them."""
+
+    def __init__(self, indices: Indices) -> None:
+        self._indices = indices
+
+    def take(self, start: int, stop: int) -> Indices:
+        return self._indices[start:stop]
+
+
+class BucketedOrder(EpochOrder):
+    """An order whose windows are sorted into batches of like length, each when it is first needed.
+
+    ``cut`` is the global batch for which the buckets are made. It may differ from the one that is taken, when an
+    epoch goes on with another number of ranks than it was begun with.
+    """
+
+    def __init__(
+        self,
+        indices: Indices,
+        measure: Callable[[Indices], Indices],
+        cut: int,
+        windows: int,
+        shuffler: Callable[[int], np.random.RandomState | None],
+    ) -> None:
+        super().__init__(indices)
+        self._measure, self._cut, self._span, self._shuffler = measure, cut, windows * cut, shuffler
+        self._arranged: set[int] = set()
+
+    def take(self, start: int, stop: int) -> Indices:
+        for window in range(start // self._span, (max(start, stop - 1)) // self._span + 1):
+            if window not in self._arranged:
+                self._arrange(window)
+        return super().take(start, stop)
+
+    def _arrange(self, window: int) -> None:
+        inside = self._indices[window * self._span : (window + 1) * self._span]
+        inside[:] = inside[arranged(self._measure(inside), self._cut, self._shuffler(window))]
+        self._arranged.add(window)

@@ -1,0 +1,229 @@
+"""Data that can only be read from its beginning: every rank reads the one global stream and keeps its share."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.utils.data._utils.worker as torch_worker
+
+from echelon.data.cache import KeptStream
+from echelon.data.collate import Collate
+from echelon.data.cursor import Cursor
+from echelon.data.options import LoaderOptions
+from echelon.data.order import arranged
+from echelon.data.seeding import Use, apart, chain, mix, numpy_stream, python_stream, seed_all
+from echelon.data.source import Piece, lengths_function, seen_lengths, too_few
+from echelon.errors import DataError
+
+#: samples kept to pad with at the end of a stream
+RESERVOIR = 256
+#: opens the stream of an epoch
+Begin = Callable[[int], Iterable[Any]]
+
+
+class Item(NamedTuple):
+    position: int
+    sample: Any
+    length: int
+
+
+class Turn(NamedTuple):
+    """Step ``step`` of an epoch's stream that is cut into batches from sample ``start`` on."""
+
+    epoch: int
+    cut: int
+    start: int
+    step: int
+
+
+class Reservoir:
+    """A few samples of all that went by, each equally likely (Vitter's algorithm R): what padding draws from."""
+
+    def __init__(self, *seed: int) -> None:
+        self._seed, self._draw = seed, python_stream(*seed)
+        self.kept: list[Item] = []
+        self.seen = 0
+
+    def add(self, item: Item) -> None:
+        self.seen += 1
+        if len(self.kept) < RESERVOIR:
+            self.kept.append(item)
+        elif (at := self._draw.randrange(self.seen)) < RESERVOIR:
+            self.kept[at] = item
+
+    def again(self, count: int, step: int) -> list[Item]:
+        return python_stream(*self._seed, step).choices(self.kept, k=count) if count else []
+
+
+class Reader:
+    """One pass over a stream: numbered, shuffled, bucketed, cut into batches of ``batch`` items."""
+
+    def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, turn: Turn) -> None:
+        self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
+        self._length = lengths_function(options.lengths)
+        self.turn = turn
+        self.reservoir = Reservoir(options.seed, Use.RESERVOIR, turn.epoch, salt)
+        self._items = self._sequence()
+        #: the last batch that had anything in it before the current one: stand-ins come from here
+        self.previous = self._skip(turn.start)
+        self._current: list[Item] = []
+        self._step = -1
+
+    def reaches(self, turn: Turn) -> bool:
+        return turn[:3] == self.turn[:3] and turn.step > self._step
+
+    def take(self, step: int) -> list[Item]:
+        while self._step < step:
+            self.previous = self._current or self.previous
+            self._current = list(itertools.islice(self._items, self._batch))
+            self._step += 1
+        return self._current
+
+    def _skip(self, count: int) -> list[Item]:
+        """Pass over ``count`` items; returns the last batch of them, which is short where the stream ended."""
+        behind = deque(enumerate(itertools.islice(self._items, count), start=1), maxlen=self._batch)
+        passed = behind[-1][0] if behind else 0
+        return [item for number, item in behind if number > passed - (passed % self._batch or self._batch)]
+
+    def _sequence(self) -> Iterator[Item]:
+        items = self._numbered()
+        if self._options.shuffle:
+            items = self._shuffled(items)
+        return items if self._length is None else self._bucketed(items)
+
+    def _numbered(self) -> Iterator[Item]:
+        # a kept stream is read once, in whichever epoch that is, so its randomness must not depend on the epoch
+        epoch = 0 if self._options.cache else self.turn.epoch
+        seed = mix(self._options.seed, Use.SAMPLE, epoch, self._salt)
+        seed_all(seed)
+        samples = iter(self._stream(self.turn.epoch))
+        for position in itertools.count():
+            seed_all(chain(seed, position))
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            item = Item(position, sample, 0 if self._length is None else int(self._length(sample)))
+            self.reservoir.add(item)
+            yield item
+
+    def _shuffled(self, items: Iterator[Item]) -> Iterator[Item]:
+        draw = python_stream(self._options.seed, Use.BUFFER, self.turn.epoch, self._salt)
+        buffer = list(itertools.islice(items, self._options.shuffle_buffer))
+        for item in items:
+            at = draw.randrange(len(buffer))
+            yield buffer[at]
+            buffer[at] = item
+        draw.shuffle(buffer)
+        yield from buffer
+
+    def _bucketed(self, items: Iterator[Item]) -> Iterator[Item]:
+        key = (self._options.seed, Use.BUCKET, self.turn.epoch, self._salt)
+        for number in itertools.count():
+            window = list(itertools.islice(items, self._options.bucket_window * self.turn.cut))
+            if not window:
+                return
+            shuffler = numpy_stream(*key, number) if self._options.shuffle else None
+            lengths = np.array([item.length for item in window], dtype=np.int64)
+            yield from (window[at] for at in arranged(lengths, self.turn.cut, shuffler))
+
+
+class Passes:
+    """The pass that is being read; a turn that lies behind it, or in another epoch, begins a new one."""
+
+    def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int) -> None:
+        self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
+        self._reader: Reader | None = None
+
+    def at(self, turn: Turn) -> tuple[Reader, list[Item]]:
+        """The reader after this turn, and the turn's items."""
+        reader, self._reader = self._reader, None  # a generator that raises is spent: keep it only if it did not
+        with _alone():
+            if reader is None or not reader.reaches(turn):
+                reader = Reader(self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn)
+            items = reader.take(turn.step)
+        self._reader = reader
+        return reader, items
+
+    def key(self, turn: Turn) -> int:
+        """Where the turn lies in the epoch, wherever the pass was begun."""
+        return turn.start + turn.step * self._batch
+
+
+class StreamSource:
+    """An iterable data set. Its end is seen by all ranks alike, so no rank needs to ask another."""
+
+    def __init__(self, dataset: Any, options: LoaderOptions) -> None:
+        self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
+        lengths_function(options.lengths)
+        self._options, self._bind = options, Binding(options, salt=0)
+        self._dataset = dataset
+        self._kept = KeptStream(partial(iter, dataset)) if options.cache else None
+        self._passes = Passes(self._open, options, salt=0, batch=options.global_batch)
+
+    def requests(self, cursor: Cursor) -> Iterator[Turn]:
+        return (Turn(cursor.epoch, cursor.cut, cursor.samples, step) for step in itertools.count())
+
+    def fetch(self, request: Turn) -> Piece | None:
+        with apart():
+            reader, items = self._passes.at(request)
+            taken, full = len(items), len(items) == self._options.global_batch
+            if not full:
+                self._check(reader)
+            if not items or (not full and self._options.uneven == "drop"):
+                return None
+            if self._options.uneven == "pad":
+                extra = -taken % self._options.world_size
+                items = items + reader.reservoir.again(extra, self._passes.key(request))
+            own = items[self._options.own(len(items))]
+            shown = own or reader.previous[self._options.own(len(reader.previous))] or reader.previous
+            return self._bind(shown, request.epoch, share=len(own), taken=taken)
+
+    def _open(self, epoch: int) -> Iterable[Any]:
+        announce(self._dataset, 0 if self._options.cache else epoch)
+        return self._dataset if self._kept is None else self._kept
+
+    def _check(self, reader: Reader) -> None:
+        options = self._options
+        found = reader.reservoir.seen
+        if problem := too_few(found, options.uneven, options.world_size, options.global_batch):
+            raise DataError(problem)
+
+
+class Binding:
+    """Items into a piece."""
+
+    def __init__(self, options: LoaderOptions, *, salt: int) -> None:
+        self._seed, self._salt, self._collate = options.seed, salt, Collate(options)
+        self._measured = options.lengths is not None
+
+    def __call__(self, items: list[Item], epoch: int, *, share: int, taken: int) -> Piece:
+        seed = mix(self._seed, Use.COLLATE, epoch, self._salt, items[0].position)
+        batch = self._collate([item.sample for item in items], [item.position for item in items], seed)
+        real, room = seen_lengths([item.length for item in items]) if self._measured else (0, 0)
+        return Piece(batch, share, taken, real, room)
+
+
+def announce(dataset: Any, epoch: int) -> None:
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hide from the stream that it runs in a worker process.
+
+    Streams written for torch's DataLoader split themselves among its workers; here every worker reads all of the
+    stream, since only then are the batches the same for any number of workers.
+    """
+    worker, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = worker

@@ -1,0 +1,88 @@
+"""Outlives the launcher by a moment, to end what a launcher killed outright could not end itself.
+
+Started by its path and importing nothing of ours, so that it is a small process. It reads from a pipe which
+sessions belong to the job (each rank leads one); when the pipe breaks without a farewell, it ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from types import TracebackType
+
+FAREWELL = "farewell"
+
+
+def processes_of(sessions: Iterable[int]) -> list[int]:
+    """The living processes of these sessions: ranks, their children, and children whose rank is gone."""
+    wanted, found = set(sessions), []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
+                # after the command in brackets: state, parent, group, session
+                state, _, _, session = stat.read().rpartition(")")[2].split()[:4]
+                if int(session) in wanted and state not in "ZX":
+                    found.append(int(name))
+    return found
+
+
+def end_sessions(sessions: Iterable[int], patience: float = 5.0) -> None:
+    """Kill every process of these sessions and wait until none is left."""
+    wanted, deadline = set(sessions), time.monotonic() + patience
+    while wanted and (left := processes_of(wanted)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+class Guard:
+    """The launcher's end of the pipe."""
+
+    def __init__(self, records: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, records],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C at the terminal is not meant for it
+            text=True,
+        )
+
+    def watch(self, sessions: Iterable[int]) -> None:
+        self._tell(" ".join(str(session) for session in sessions))
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tell(FAREWELL)
+        self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # without its guard the job goes on
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+def main() -> None:
+    sessions: list[int] = []
+    for line in sys.stdin:
+        if line.strip() == FAREWELL:
+            return
+        sessions = [int(part) for part in line.split()]
+    end_sessions(sessions)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What the user asked ``echelon run`` for, checked before any process starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import torch
+
+from echelon.environment import LOG_DIR
+from echelon.errors import UsageError, nearest
+from echelon.launch import network
+
+#: Paddle's two names for the number of hosts; the first that is set counts.
+NODE_COUNT_NAMES = ("PADDLE_NUM_TRAINERS", "PADDLE_TRAINERS_NUM")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: everything in it exists and fits together."""
+
+    program: str
+    args: tuple[str, ...]
+    module: bool
+    procs: int
+    nnodes: int
+    node_rank: int | None
+    master: tuple[str, int] | None
+    max_restarts: int
+    log_dir: Path
+    nic: str | None
+    visible_gpus: str | None
+    join_timeout: float
+
+
+def check(
+    program: str,
+    args: Sequence[str],
+    *,
+    module: bool,
+    procs: int | None,
+    gpus: str | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    master: str | None,
+    max_restarts: int,
+    log_dir: str,
+    nic: str | None,
+    join_timeout: float,
+) -> Job:
+    """The options as typed, made into a ``Job``, or a one-line ``UsageError``."""
+    visible = _choose_gpus(gpus) if gpus is not None else None
+    hosts = nnodes if nnodes is not None else _node_count(os.environ)
+    _at_least(1, "--nnodes", hosts)
+    _at_least(0, "--max-restarts", max_restarts)
+    if join_timeout <= 0:
+        raise UsageError(f"--join-timeout {join_timeout:g} leaves no time to meet; it must be above 0 seconds")
+    _check_node_rank(node_rank, hosts)
+    _check_nic(nic)
+    _check_program(program, module)
+    return Job(
+        program=program,
+        args=tuple(args[1:] if args[:1] == ["--"] else args),
+        module=module,
+        procs=_count_processes(procs, visible),
+        nnodes=hosts,
+        node_rank=node_rank,
+        master=_meeting_point(master, hosts),
+        max_restarts=max_restarts,
+        log_dir=_make_log_dir(log_dir),
+        nic=nic,
+        visible_gpus=None if visible is None else ",".join(visible),
+        join_timeout=join_timeout,
+    )
+
+
+def _choose_gpus(text: str) -> list[str]:
+    """A bare number is a count, a list has commas; both count among the GPUs visible here, from 0."""
+    if not re.fullmatch(r"\d+|(\d+,)+\d*", text):
+        raise UsageError(f"--gpus {text!r} is neither a count (4) nor a list (0,1,3)")
+    there = _visible_gpus()
+    if "," not in text and int(text) == 0:
+        raise UsageError("--gpus 0 asks for no GPU at all; for GPU zero alone write '--gpus 0,'")
+    wanted = [int(part) for part in text.split(",") if part] if "," in text else list(range(int(text)))
+    if len(set(wanted)) < len(wanted):
+        raise UsageError(f"--gpus {text} names a GPU twice; name each once")
+    if missing := [index for index in wanted if index >= len(there)]:
+        asked = f"GPU {missing[0]}" if "," in text else f"{text} GPUs"
+        raise UsageError(f"--gpus {text} asks for {asked}, but there {_gpus_in_words(len(there))}")
+    return [there[index] for index in wanted]
+
+
+def _visible_gpus() -> list[str]:
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def _gpus_in_words(count: int) -> str:
+    if count == 0:
+        return "is none that torch can see here; leave --gpus out to run on the CPU"
+    return "is one here: GPU 0" if count == 1 else f"are {count} here: GPUs 0 to {count - 1}"
+
+
+def _count_processes(procs: int | None, visible: list[str] | None) -> int:
+    if procs is not None:
+        _at_least(1, "--procs", procs)
+        return procs
+    return len(visible) if visible is not None else max(1, torch.cuda.device_count())
+
+
+def _node_count(env: Mapping[str, str]) -> int:
+    if LOG_DIR in env:  # inside a rank these names tell of the surrounding job
+        return 1
+    for name in NODE_COUNT_NAMES:
+        if text := env.get(name, ""):
+            if not text.isdigit():
+                raise UsageError(f"{name} must be the number of hosts, but it is '{text}' in the environment")
+            return int(text)
+    return 1
+
+
+def _at_least(least: int, option: str, value: int) -> None:
+    if value < least:
+        raise UsageError(f"{option} {value} makes no job; it must be {least} or more")
+
+
+def _check_node_rank(node_rank: int | None, hosts: int) -> None:
+    if node_rank is not None and not 0 <= node_rank < hosts:
+        raise UsageError(f"--node-rank {node_rank} does not fit --nnodes {hosts}; it must lie in 0..{hosts - 1}")
+
+
+def _check_nic(nic: str | None) -> None:
+    if nic is not None and nic not in network.interfaces():
+        raise UsageError(f"--nic '{nic}' is not a network interface here; there are: {', '.join(network.interfaces())}")
+
+
+def _check_program(program: str, module: bool) -> None:
+    if module:
+        if PathFinder.find_spec(program.partition(".")[0], [os.getcwd(), *_import_path()]) is None:
+            raise UsageError(f"-m {program}: no module of that name can be imported from here")
+        return
+    path = Path(program)
+    if not path.exists():
+        beside = path.parent.glob("*.py") if path.parent.is_dir() else []
+        names = [str(found) for found in beside]
+        hint = nearest(program, names) if names else "; there is no .py file in that directory"
+        raise UsageError(f"no script at '{program}'{hint if len(hint) < 200 else ''}")
+
+
+def _import_path() -> list[str]:
+    import sys
+
+    return sys.path
+
+
+def _meeting_point(master: str | None, hosts: int) -> tuple[str, int] | None:
+    if master is None:
+        if hosts > 1:
+            raise UsageError(
+                f"a job on {hosts} hosts needs a place to meet; give every host the same --master HOST:PORT, "
+                "HOST being one of them"
+            )
+        return None
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"--master '{master}' is not HOST:PORT, such as 10.0.0.1:29500")
+    return network.resolve(host.strip("[]")), int(port)
+
+
+def _make_log_dir(text: str) -> Path:
+    path = Path(text).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir '{text}' cannot be used: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"--log-dir '{text}' cannot be used: it may not be written to")
+    return path

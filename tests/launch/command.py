@@ -1,0 +1,109 @@
+"""The real ``echelon`` command for tests, and a look at what it left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT = 60.0
+
+_started: list[subprocess.Popen[str]] = []
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def first_line(self) -> str:
+        return self.err.splitlines()[0] if self.err else ""
+
+
+def start(*words: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """``echelon WORDS...`` in ``cwd``, in a process group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "echelon", *map(str, words)],
+        cwd=cwd,
+        env=_clean_environment() | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
+def stop_all() -> None:
+    """End the launchers that a failed test left running."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=LIMIT)
+        else:
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def finish(process: subprocess.Popen[str]) -> Ended:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=LIMIT)
+        raise AssertionError(f"still running after {LIMIT} s\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def echelon(*words: object, cwd: Path, **env: str) -> Ended:
+    return finish(start(*words, cwd=cwd, **env))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def until(ready: Callable[[], bool], what: str) -> None:
+    """Wait for something that must come; fail by its name when it does not."""
+    deadline = time.monotonic() + LIMIT
+    while not ready():
+        assert time.monotonic() < deadline, f"{what} did not come within {LIMIT} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes_with(marker: str) -> list[str]:
+    """The command lines of all living processes that carry the marker as an argument."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if marker in words:
+                    found.append(" ".join(words))
+    return found
+
+
+def _clean_environment() -> dict[str, str]:
+    """Without what the shell that runs the tests may carry of other launchers."""
+    strangers = ("PADDLE_", "SLURM_", "OMPI_", "MASTER_", "TORCHELASTIC_", "ECHELON_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {k: v for k, v in os.environ.items() if not k.startswith(strangers) and k not in names}

@@ -1,0 +1,115 @@
+"""Several hosts: two launchers on this machine meet at a loopback port."""
+
+import json
+import socket
+
+import pytest
+from command import echelon, finish, free_port, start, until, write
+
+from echelon.errors import UsageError
+from echelon.launch.muster import Host, arrange
+
+
+def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts=3):
+    return Host(name, name, address, (), hosts, node_rank, serves)
+
+
+def test_hosts_stand_as_their_node_ranks_say_whoever_came_first(tmp_path):
+    write(
+        tmp_path / "where.py",
+        "import os, torch, torch.distributed as dist, echelon\n"
+        "echelon.init()\n"
+        "mine = torch.tensor([10.0 ** echelon.rank()]); dist.all_reduce(mine)\n"
+        "print(echelon.node_rank(), echelon.rank(), mine.item(), os.environ['PADDLE_TRAINER_ENDPOINTS'])\n",
+    )
+    common = ["--nnodes", 2, "--master", f"127.0.0.1:{free_port()}", "--join-timeout", 30]
+    cpu = {"CUDA_VISIBLE_DEVICES": ""}  # these two hosts would share their GPUs
+    second = start("run", *common, "--node-rank", 1, "--procs", 1, "where.py", cwd=tmp_path, **cpu)
+    first = start("run", *common, "--node-rank", 0, "--procs", 2, "where.py", cwd=tmp_path, **cpu)
+    ends = finish(first), finish(second)
+    assert [end.code for end in ends] == [0, 0], ends
+    found = [(tmp_path / "log" / f"rank-{n}.log").read_text().split() for n in range(3)]
+    assert [line[:3] for line in found] == [["0", "0", "111.0"], ["0", "1", "111.0"], ["1", "2", "111.0"]]
+    assert len({line[3] for line in found}) == 1
+    assert len(set(found[0][3].split(","))) == 3
+    assert ends[0].out.split() == found[0]  # rank 0 speaks at its own host
+    assert ends[1].out == ""
+
+
+def test_a_failure_on_one_host_is_named_on_both_and_restarts_both(tmp_path):
+    write(
+        tmp_path / "fail.py",
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': raise KeyError(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "time.sleep(600)\n",
+    )
+    words = ["--nnodes", 2, "--master", f"127.0.0.1:{free_port()}", "--max-restarts", 1, "--procs", 1, "fail.py"]
+    ends = [finish(launcher) for launcher in [start("run", *words, cwd=tmp_path) for _ in range(2)]]
+    for end in ends:
+        lines = end.err.splitlines()
+        assert lines[0] == "echelon: restarting all ranks (restart 1 of 1) because rank 1 raised KeyError: '0'"
+        assert lines[1].startswith("echelon: rank 1 of 2 (host ")
+        assert lines[1].endswith("raised KeyError: '1'")
+        assert lines[2] == "Traceback (most recent call last):"
+        assert end.code == 1
+
+
+def test_a_missing_host_is_told_after_a_bounded_wait(tmp_path):
+    write(tmp_path / "any.py", "")
+    words = ["--nnodes", 3, "--master", f"127.0.0.1:{free_port()}", "--join-timeout", 1, "any.py"]
+    here = echelon("run", *words, cwd=tmp_path)
+    assert here.err.splitlines() == [
+        f"echelon: 1 of 3 hosts came to {words[3]} within 1 s ({socket.gethostname()}); "
+        "start the same command on the others, or give --join-timeout"
+    ]
+    away = echelon("run", "--node-rank", 1, *words, cwd=tmp_path)
+    assert away.first_line.startswith(f"echelon: 1 of 3 hosts came: nobody answers at --master {words[3]} within 1 s")
+    assert (here.code, away.code) == (1, 1)
+
+
+def test_stopping_one_host_stops_the_other(tmp_path):
+    write(tmp_path / "sleep.py", "import os, time\nopen('up-' + os.environ['RANK'], 'w')\ntime.sleep(600)\n")
+    words = ["--nnodes", 2, "--master", f"127.0.0.1:{free_port()}", "--procs", 1, "sleep.py"]
+    stopped, other = [start("run", *words, cwd=tmp_path) for _ in range(2)]
+    until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks")
+    stopped.terminate()
+    ends = finish(stopped), finish(other)
+    assert [end.code for end in ends] == [143, 143]
+    assert ends[0].err == "echelon: stopped by SIGTERM; no process is left\n"
+    assert ends[1].err == f"echelon: host {socket.gethostname()} was stopped by SIGTERM\n"
+
+
+def test_a_port_in_use_is_one_line(tmp_path):
+    write(tmp_path / "any.py", "")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        end = echelon("run", "--nnodes", 2, "--master", where, "any.py", cwd=tmp_path)
+    assert end.err == (
+        f"echelon: --master {where}: the port is in use on this host by another program; "
+        "choose another, the same on every host\n"
+    )
+    assert end.code == 2
+
+
+def test_without_node_ranks_the_serving_host_is_first_then_by_address():
+    cards = [host("b", address="10.0.0.2"), host("c", address="10.0.0.3", serves=True), host("a", address="10.0.0.1")]
+    assert [card.name for card in arrange(cards)] == ["c", "a", "b"]
+
+
+def test_given_node_ranks_are_kept_and_the_others_fill_the_gaps():
+    cards = [host("b"), host("last", node_rank=2), host("c", serves=True)]
+    assert [card.name for card in arrange(cards)] == ["c", "b", "last"]
+
+
+def test_hosts_that_contradict_one_another_are_named():
+    with pytest.raises(UsageError, match="--node-rank 1 was given on two hosts, a and b"):
+        arrange([host("a", node_rank=1), host("b", node_rank=1), host("c")])
+    with pytest.raises(UsageError, match="a says --nnodes 2, b says --nnodes 3"):
+        arrange([host("a", hosts=2), host("b", hosts=3)])
+
+
+def test_a_card_is_json_and_comes_back_as_it_was():
+    card = Host("t", "n", "10.0.0.1", ("10.0.0.1:5",), 2, None, True)
+    assert Host.from_json(json.dumps(card.__dict__).encode()) == card

@@ -1,0 +1,109 @@
+"""What ``echelon run`` says to a mistake: one line, exit code 2, and what to do."""
+
+import socket
+
+import pytest
+import torch
+from command import echelon, write
+
+from echelon.errors import UsageError
+from echelon.launch import job as jobs
+
+FINE = {
+    "module": False, "procs": None, "gpus": None, "nnodes": None, "node_rank": None, "master": None,
+    "max_restarts": 0, "log_dir": "log", "nic": None, "join_timeout": 300.0,
+}  # fmt: skip
+
+
+def check(program="train.py", args=(), **options):
+    return jobs.check(program, args, **(FINE | options))
+
+
+@pytest.fixture(autouse=True)
+def _a_directory_with_a_script(tmp_path, monkeypatch):
+    write(tmp_path / "train.py", "print('never')")
+    monkeypatch.chdir(tmp_path)
+
+
+COMMANDS = {
+    "run --prcs 2 train.py": "no option '--prcs' for 'echelon run'; did you mean '--procs'?",
+    "run --procs 0 train.py": "--procs 0 makes no job; it must be 1 or more",
+    "run": "missing argument 'script'",
+    "rnu train.py": "no command 'rnu'; did you mean 'run'?",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_command_says_it_in_one_line(tmp_path, words):
+    end = echelon(*words.split(), cwd=tmp_path)
+    assert (end.code, end.out, end.err.replace("SCRIPT", "script")) == (2, "", f"echelon: {COMMANDS[words]}\n")
+
+
+MISTAKES = [
+    ({"program": "trian.py"}, r"no script at 'trian.py'; did you mean 'train.py'\?"),
+    ({"program": "nowhere.thing", "module": True}, "-m nowhere.thing: no module of that name"),
+    ({"nnodes": 2}, "a job on 2 hosts needs a place to meet; give every host the same --master HOST:PORT"),
+    ({"nnodes": 0}, "--nnodes 0 makes no job"),
+    ({"nnodes": 2, "node_rank": 2, "master": "127.0.0.1:1"}, "--node-rank 2 does not fit --nnodes 2"),
+    ({"nnodes": 2, "master": "somewhere"}, "--master 'somewhere' is not HOST:PORT"),
+    ({"max_restarts": -1}, "--max-restarts -1 makes no job"),
+    ({"log_dir": "train.py"}, "--log-dir 'train.py' cannot be used"),
+    ({"gpus": "two"}, "--gpus 'two' is neither a count"),
+    ({"gpus": "0"}, "for GPU zero alone write '--gpus 0,'"),
+    ({"gpus": "0,0"}, "names a GPU twice"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_refused_before_anything_starts(options, line):
+    with pytest.raises(UsageError, match=line) as caught:
+        check(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interface_that_is_not_there_is_answered_with_those_that_are():
+    with pytest.raises(UsageError, match=r"--nic 'nic9' is not a network interface here; there are: .*lo"):
+        check(nic="nic9")
+    assert check(nic="lo").nic == "lo"
+
+
+def test_gpus_that_are_not_there_are_answered_with_those_that_are():
+    there = torch.cuda.device_count()
+    words = "is none" if there == 0 else "is one here" if there == 1 else f"are {there} here"
+    with pytest.raises(UsageError, match=f"--gpus {there + 1} asks for {there + 1} GPUs, but there {words}"):
+        check(gpus=str(there + 1))
+    with pytest.raises(UsageError, match=f"--gpus {there}, asks for GPU {there}, but there {words}"):
+        check(gpus=f"{there},")
+
+
+def test_gpus_are_counted_among_the_visible_ones(monkeypatch):
+    """The GPU count is the one thing replaced here: the mapping must be checked where there are none, too."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert (check(gpus="0,2").visible_gpus, check(gpus="0,2").procs) == ("4,7", 2)
+    assert (check(gpus="2").visible_gpus, check(gpus="2").procs) == ("4,5", 2)
+    assert (check(gpus="0,").visible_gpus, check(gpus="0,").procs) == ("4", 1)
+    assert (check(gpus="0,", procs=2).visible_gpus, check(gpus="0,", procs=2).procs) == ("4", 2)
+    assert (check().visible_gpus, check().procs) == (None, 3)
+
+
+@pytest.mark.parametrize("name", jobs.NODE_COUNT_NAMES)
+def test_the_number_of_hosts_may_come_from_the_environment(monkeypatch, name):
+    monkeypatch.setenv(name, "3")
+    assert check(master="127.0.0.1:29500").nnodes == 3
+    assert check(master="127.0.0.1:29500", nnodes=2).nnodes == 2
+    with pytest.raises(UsageError, match="a job on 3 hosts needs a place to meet"):
+        check()
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(UsageError, match=f"{name} must be the number of hosts, but it is 'many'"):
+        check()
+
+
+def test_only_the_two_dashes_right_after_the_script_are_dropped():
+    assert check(args=["--", "--lr", "1", "--", "x"]).args == ("--lr", "1", "--", "x")
+
+
+def test_a_host_without_an_address_is_named():
+    with pytest.raises(UsageError, match=r"--master names the host 'no-such-host\.invalid', which has no address"):
+        check(nnodes=2, master="no-such-host.invalid:29500")
+    assert check(nnodes=2, master="localhost:29500").master == (socket.gethostbyname("localhost"), 29500)
