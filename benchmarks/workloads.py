@@ -93,11 +93,15 @@ def _tokens(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
 
 
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
 WORKLOADS = {
-    "resnet18": Workload(
-        "resnet18", 32, ResNet18, lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9), F.cross_entropy, _images
-    ),
-    "transformer": Workload(
-        "transformer", 8, Transformer, lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4), token_loss, _tokens
-    ),
-}  # fmt: skip
+    "resnet18": Workload("resnet18", 32, ResNet18, _sgd, F.cross_entropy, _images),
+    "transformer": Workload("transformer", 8, Transformer, _adamw, token_loss, _tokens),
+}

@@ -71,6 +71,20 @@ def run(
     raise typer.Exit(launch(job))
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a directory whose newest is taken.")],
+    out: Annotated[str, typer.Argument(help="The safetensors file to write.")],
+) -> None:
+    """Write a checkpoint's weights into one safetensors file."""
+    from echelon.checkpoint import export as write
+    from echelon.checkpoint import find
+
+    found = find(checkpoint)
+    count = write(found, out)
+    print(f"echelon: {count} tensors of {found} written to {out}")
+
+
 def main() -> None:
     """The entry point: a user's mistake is one line on stderr and exit code 2, never a traceback of ours."""
     sys.exit(_exit_code())

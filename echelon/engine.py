@@ -19,16 +19,18 @@ from echelon.data import Loader
 from echelon.errors import LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Metric, evaluate
 from echelon.keep import Keeper, Scheduler
+from echelon.launch.worker import caused_by_peer
 from echelon.objective import LossFunction, Objective, as_batch, count_samples
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
-from echelon.parallel.collective import gather_json, is_lost_peer
+from echelon.parallel.collective import gather_json
 from echelon.parallel.gradients import Gradients
 from echelon.parallel.replicate import average_buffers
 from echelon.parallel.tally import Tally
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
 from echelon.watch import Log, Watch
+from echelon.watch.late import Late
 from echelon.world import World
 
 
@@ -58,7 +60,7 @@ class Engine:
         self._clock = self._watch.clock
         self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
-        self._unchecked: list[tuple[int, Tally]] = []
+        self._unchecked: list[tuple[int, Late, Tally]] = []
         atexit.register(self.close)
 
     # ---- training ----
@@ -195,11 +197,11 @@ class Engine:
 
         On a GPU the host would have to wait for the loss, so there it is looked at one step later.
         """
-        self._unchecked.append((self.steps + 1, tally))
+        self._unchecked.append((self.steps + 1, Late(tally.loss), tally))
         if self.world.device.type == "cuda" and len(self._unchecked) < 2:
             return
-        step, oldest = self._unchecked.pop(0)
-        if math.isfinite(float(oldest.loss)):
+        step, loss, oldest = self._unchecked.pop(0)
+        if math.isfinite(loss.read()):
             return
         local = float(oldest.local)
         losses = gather_json(local, self.world.control) if self.world.control else [local]
@@ -216,7 +218,7 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            if not is_lost_peer(error):
+            if not caused_by_peer(error):
                 raise
             what = str(error).splitlines()[0]
             raise PeerLost(f"{self._here()}: lost contact with another rank ({what}); see its log") from None

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from echelon.errors import UsageError
 
 LOG_DIR = "ECHELON_LOG_DIR"
+# Names that Paddle's scripts look for. The launcher sets them; the number of hosts may also be asked for by them.
+PADDLE_RANK, PADDLE_WORLD = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
+PADDLE_ENDPOINTS, PADDLE_ENDPOINT = "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"
+PADDLE_HOSTS = ("PADDLE_NUM_TRAINERS", PADDLE_WORLD)
 LOOPBACK = "127.0.0.1"
+#: Set by srun for its tasks. A plain command in a batch script sees SLURM_PROCID and SLURM_NTASKS too, but is alone.
+SLURM_STEP = "SLURM_STEP_NUM_TASKS"
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ ALONE = Place(0, 1, 0, 1, 0, LOOPBACK, 0, "one process")
 def find_place(env: Mapping[str, str] | None = None) -> Place:
     """This process's place, from the launcher's variables; alone when there are none."""
     env = os.environ if env is None else env
-    for present, read in (("RANK", _torchrun), ("SLURM_PROCID", _slurm), ("OMPI_COMM_WORLD_RANK", _open_mpi)):
+    for present, read in (("RANK", _torchrun), (SLURM_STEP, _slurm), ("OMPI_COMM_WORLD_RANK", _open_mpi)):
         if present in env:
             place = read(env)
             return place if place.world_size > 1 or present == "RANK" else ALONE
@@ -68,7 +74,7 @@ def _torchrun(env: Mapping[str, str]) -> Place:
 
 def _slurm(env: Mapping[str, str]) -> Place:
     hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost")
-    world = _int(env, "SLURM_NTASKS", 1)
+    world = _int(env, SLURM_STEP)
     return _checked(
         Place(
             rank=_int(env, "SLURM_PROCID"),
@@ -108,7 +114,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
             world_size=world,
             local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
             local_world_size=local_world,
-            node_rank=_int(env, "OMPI_COMM_WORLD_NODE_RANK", 0) if world == local_world else 0,
+            node_rank=_int(env, "OMPI_COMM_WORLD_RANK") // local_world,
             master_addr=address,
             master_port=_int(env, "MASTER_PORT", _port_for(job)),
             launcher="Open MPI",

@@ -63,14 +63,13 @@ def evaluate(
 def resolve(metrics: Mapping[str, Metric | str] | Sequence[str]) -> dict[str, Metric]:
     """Metrics by name: a dict of functions, or a list of names of ours."""
     named: dict[str, Metric | str] = dict(metrics) if isinstance(metrics, Mapping) else {m: m for m in metrics}
-    chosen: dict[str, Metric] = {}
-    for name, metric in named.items():
-        if isinstance(metric, str):
-            if metric not in METRICS:
-                raise UsageError(f"there is no metric '{metric}'{nearest(metric, METRICS)}")
-            metric = METRICS[metric]
-        chosen[name] = metric
-    return chosen
+    return {name: _ours(metric) if isinstance(metric, str) else metric for name, metric in named.items()}
+
+
+def _ours(name: str) -> Metric:
+    if name not in METRICS:
+        raise UsageError(f"there is no metric '{name}'{nearest(name, METRICS)}")
+    return METRICS[name]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from echelon.environment import LOOPBACK, Place, find_place
+from echelon.environment import LOOPBACK, PADDLE_ENDPOINTS, Place, find_place
 from echelon.errors import EchelonError, PeerLost, UsageError
 
 DEFAULT_TIMEOUT = 300.0
@@ -65,10 +65,10 @@ def init(
     _one_line_errors()
     place = find_place()
     chosen = _choose_device(place, device)
-    chosen_backend = backend or _choose_backend(place, chosen)
-    control = _join(place, chosen, chosen_backend, timeout) if place.world_size > 1 else None
+    wanted = backend or _choose_backend(place, chosen)
+    agreed, control = _join(place, chosen, wanted, timeout) if place.world_size > 1 else ("none", None)
     seed_everything(seed)
-    _world = World(place, chosen, chosen_backend if control else "none", seed, timeout, control)
+    _world = World(place, chosen, agreed, seed, timeout, control)
     return _world
 
 
@@ -87,6 +87,16 @@ def shutdown() -> None:
     _world = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """At exit: Gloo's threads let go of their last messages, and need the interpreter for it.
+
+    One that asks while Python is already finalizing brings the process down (seen as SIGABRT in
+    AsyncWork's destructor, once in four runs that end right after a collective). Sleeping frees the interpreter.
+    """
+    shutdown()
+    time.sleep(0.1)
 
 
 def rank() -> int:
@@ -126,7 +136,7 @@ def is_first_worker() -> bool:
 
 def worker_endpoints() -> list[str]:
     """``host:port`` of every worker, as the launcher wrote them; empty where no launcher did."""
-    text = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+    text = os.environ.get(PADDLE_ENDPOINTS, "")
     return text.split(",") if text else []
 
 
@@ -182,11 +192,12 @@ def _choose_backend(place: Place, chosen: torch.device) -> str:
     return "nccl" if place.local_world_size <= torch.cuda.device_count() else "gloo"
 
 
-def _join(place: Place, chosen: torch.device, backend: str, timeout: float) -> dist.ProcessGroup:
+def _join(place: Place, chosen: torch.device, wanted: str, timeout: float) -> tuple[str, dist.ProcessGroup]:
     if place.one_host and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this host has business here
     limit = timedelta(seconds=timeout)
-    store = _roll_call(place, _open_store(place, limit), timeout)
+    store = _open_store(place, limit)
+    backend = _roll_call(place, store, wanted, timeout)
     dist.init_process_group(
         backend,
         store=store,
@@ -195,10 +206,10 @@ def _join(place: Place, chosen: torch.device, backend: str, timeout: float) -> d
         timeout=limit,
         device_id=chosen if backend == "nccl" else None,
     )
-    atexit.register(shutdown)
+    atexit.register(_leave)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
     assert control is not None
-    return control
+    return backend, control
 
 
 def _open_store(place: Place, limit: timedelta) -> Store:
@@ -240,9 +251,12 @@ def _listen(place: Place) -> socket.socket:
     return listener
 
 
-def _roll_call(place: Place, store: Store, timeout: float) -> Store:
-    """Wait for every rank to show up, so that a missing one is named instead of waited for in silence."""
-    store.set(f"here/{place.rank}", "1")
+def _roll_call(place: Place, store: Store, wanted: str, timeout: float) -> str:
+    """Wait for every rank to show up, so that a missing one is named instead of waited for in silence.
+
+    Returns the backend for all: Gloo as soon as one rank cannot have NCCL (it shares its GPU, say).
+    """
+    store.set(f"here/{place.rank}", wanted)
     missing, deadline = set(range(place.world_size)), time.monotonic() + timeout
     while missing:
         missing = {rank for rank in missing if not store.check([f"here/{rank}"])}
@@ -254,7 +268,8 @@ def _roll_call(place: Place, store: Store, timeout: float) -> Store:
             )
         if missing:
             time.sleep(0.01)
-    return store
+    wishes = {bytes(wish).decode() for wish in store.multi_get([f"here/{rank}" for rank in range(place.world_size)])}
+    return wishes.pop() if len(wishes) == 1 else "gloo"
 
 
 def _one_line_errors() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import echelon
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from echelon import Reduction, Strategy
-from echelon.errors import LossError, MismatchError, UsageError
 from harness import errors, run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zoo import batch_for, build
+
+import echelon
+from echelon import Reduction, Strategy
+from echelon.errors import LossError, MismatchError, UsageError
 
 QUIET = echelon.Log(console=False)
 

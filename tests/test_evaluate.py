@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import echelon
 import pytest
 import torch
 import torch.nn.functional as F
-from echelon.errors import DataError, UsageError
 from harness import run
 from torch import nn
 from torch.utils.data import TensorDataset
 from zoo import build
+
+import echelon
+from echelon.errors import DataError, UsageError
 
 QUIET = echelon.Log(console=False)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import echelon
 import pytest
 import torch
-from echelon import Reduction, Strategy
 from harness import run
 from torch import Tensor
 from zoo import batch_for, build
+
+import echelon
+from echelon import Reduction, Strategy
 
 QUIET = echelon.Log(console=False)
 
@@ -173,7 +174,9 @@ def test_clip_covers_sparse_gradients() -> None:
 
 
 def test_bf16_autocast_equals_one_process_closely() -> None:
-    """bf16 rounds in another order on another batch split, so equality is to bf16's own precision."""
+    """bf16 rounds in another order on another batch split: each tensor agrees to bf16's precision, 2**-8, in norm."""
     one = run(train, "transformer", Strategy(amp="bf16"), ranks=1, steps=3)[0]
-    many = run(train, "transformer", Strategy(amp="bf16"), ranks=2, steps=3)
-    assert_equal(many, one, tolerance=1e-2)
+    for trained in run(train, "transformer", Strategy(amp="bf16"), ranks=2, steps=3):
+        assert trained.losses == pytest.approx(one.losses, rel=2**-8)
+        for name, expected in one.weights.items():
+            assert (trained.weights[name] - expected).norm() <= 2**-8 * expected.norm(), name

@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
+from torch import nn
+from zoo import SparseEmbedder, TiedTransformer, build
+
 from echelon.errors import UsageError
 from echelon.plan import Plan, make_plan
 from echelon.plan.plan import first_difference
 from echelon.strategy import Reduction, Strategy
-from torch import nn
-from zoo import SparseEmbedder, TiedTransformer, build
 
 
 def plan_for(model: nn.Module, ranks: int = 2, **options: object) -> Plan:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import echelon
 import pytest
 import torch
 import torch.nn.functional as F
-from echelon import Checkpoint, Strategy
-from echelon.checkpoint import export, latest
 from harness import errors, run
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from zoo import TiedTransformer, token_loss
+
+import echelon
+from echelon import Checkpoint, Strategy
+from echelon.checkpoint import export, latest
 
 QUIET = echelon.Log(console=False)
 
@@ -36,7 +37,9 @@ def data(samples: int = 50) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 6, generator=g), torch.randint(3, (samples,), generator=g))
 
 
-def make(directory: str, merge: int = 1, every: int | None = None, optimizer: str = "adam") -> tuple[Any, Any, nn.Module]:
+def make(
+    directory: str, merge: int = 1, every: int | None = None, optimizer: str = "adam"
+) -> tuple[Any, Any, nn.Module]:
     echelon.init(seed=4)
     net = Dropping()
     made: torch.optim.Optimizer
@@ -174,9 +177,7 @@ def test_a_checkpoint_of_another_model_is_one_clear_line(tmp_path: Path) -> None
 def save_tied(directory: str) -> dict[str, Tensor]:
     echelon.init()
     net = TiedTransformer()
-    engine = echelon.distribute(
-        net, loss=token_loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=QUIET
-    )
+    engine = echelon.distribute(net, loss=token_loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=QUIET)
     engine.step(torch.arange(14).view(2, 7), torch.arange(14).view(2, 7))
     engine.save(directory, wait=True)
     return weights(net)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import echelon
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import run
+from torch import nn
+
+import echelon
 from echelon import Log, Strategy
 from echelon.errors import UsageError
 from echelon.watch.clock import PHASES
 from echelon.watch.sinks import summary
-from harness import run
-from torch import nn
 
 
 def train(directory: str, tensorboard: bool = False, merge: int = 1) -> None:
@@ -70,8 +71,7 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
 def test_the_console_line_reads_well() -> None:
     record = {"step": 20, "total": 100, "loss": 0.5, "examples_per_s": 1234.5} | dict.fromkeys(PHASES, 1.25)
     assert summary(record) == (
-        "step 20/100  loss 0.5000  1,234 examples/s  "
-        "data 1.2 forward 1.2 backward 1.2 communicate 1.2 update 1.2 ms"
+        "step 20/100  loss 0.5000  1,234 examples/s  data 1.2 forward 1.2 backward 1.2 communicate 1.2 update 1.2 ms"
     )
 
 

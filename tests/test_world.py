@@ -1,10 +1,9 @@
 """Joining a job, under each launcher's variables."""
 
+from harness import run
+
 import echelon
-import pytest
-from echelon.environment import ALONE, expand_hosts, find_place
-from echelon.errors import UsageError
-from harness import errors, run
+from echelon.environment import ALONE, find_place
 
 
 def who_am_i():

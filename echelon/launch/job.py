@@ -11,12 +11,9 @@ from pathlib import Path
 
 import torch
 
-from echelon.environment import LOG_DIR
+from echelon.environment import LOG_DIR, PADDLE_HOSTS
 from echelon.errors import UsageError, nearest
 from echelon.launch import network
-
-#: Paddle's two names for the number of hosts; the first that is set counts.
-NODE_COUNT_NAMES = ("PADDLE_NUM_TRAINERS", "PADDLE_TRAINERS_NUM")
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def _count_processes(procs: int | None, visible: list[str] | None) -> int:
 def _node_count(env: Mapping[str, str]) -> int:
     if LOG_DIR in env:  # inside a rank these names tell of the surrounding job
         return 1
-    for name in NODE_COUNT_NAMES:
+    for name in PADDLE_HOSTS:
         if text := env.get(name, ""):
             if not text.isdigit():
                 raise UsageError(f"{name} must be the number of hosts, but it is '{text}' in the environment")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from echelon.environment import LOG_DIR
+from echelon.environment import LOG_DIR, PADDLE_ENDPOINT, PADDLE_ENDPOINTS, PADDLE_RANK, PADDLE_WORLD
 from echelon.launch import network
 from echelon.launch.job import Job
 
@@ -41,10 +41,10 @@ class RankEnvironment(LogsSpecs):
             self.record_of(rank).unlink(missing_ok=True)
             env |= {
                 "TORCHELASTIC_ERROR_FILE": str(self.record_of(rank)),
-                "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": env["WORLD_SIZE"],
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(self.endpoints),
-                "PADDLE_CURRENT_ENDPOINT": self.endpoints[rank],
+                PADDLE_RANK: str(rank),
+                PADDLE_WORLD: env["WORLD_SIZE"],
+                PADDLE_ENDPOINTS: ",".join(self.endpoints),
+                PADDLE_ENDPOINT: self.endpoints[rank],
             }
         untouched = dict.fromkeys(envs, "")
         records = {local: env["TORCHELASTIC_ERROR_FILE"] for local, env in envs.items()}

@@ -96,18 +96,25 @@ def _direct_output(log: BinaryIO, to_console: bool) -> None:
         stream.reconfigure(line_buffering=True)
 
 
-class _Both(io.BufferedIOBase):
+class Tee(io.BufferedIOBase):
     """Bytes to the console and to the log. For all else it is the console, a terminal where that is one."""
 
     def __init__(self, console: BinaryIO, log: BinaryIO) -> None:
-        self._console, self._log = console, log
+        self._console, self.log = console, log
         self.name = console.name
+        self.show = self._show  #: how bytes reach the console; a live progress bar puts itself in the way
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        self._log.write(data)
+        self.log.write(data)
+        self.show(bytes(data))
+        return len(data)
+
+    def restore(self) -> None:
+        self.show = self._show
+
+    def _show(self, data: bytes) -> None:
         self._console.write(data)
         self._console.flush()
-        return len(data)
 
     def flush(self) -> None:
         self._console.flush()
@@ -124,7 +131,7 @@ class _Both(io.BufferedIOBase):
 
 def _tee(stream: object, log: BinaryIO) -> io.TextIOWrapper:
     assert isinstance(stream, io.TextIOWrapper)
-    both = _Both(stream.buffer, log)
+    both = Tee(stream.buffer, log)
     return io.TextIOWrapper(both, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 

@@ -132,7 +132,8 @@ def _through_statistics(x: Tensor, weight: Tensor | None, mean: Tensor, inv_std:
     slope = scale * inv_std * sums[0]
     offset = scale * sums[1] - slope * mean
     # An affine map per channel is what evaluation-mode batch norm computes, in one fused kernel.
-    return F.batch_norm(x, torch.zeros_like(mean), torch.ones_like(mean), slope, offset, training=False, eps=0.0)
+    zero, one = torch.zeros_like(mean), torch.ones_like(mean)
+    return torch.batch_norm(x, slope, offset, zero, one, False, 0.0, 0.0, False)
 
 
 def _broadcast(per_channel: Tensor, x: Tensor) -> Tensor:

@@ -6,13 +6,10 @@ Nothing here unpickles: what ranks tell each other is tensors, or JSON.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from echelon.errors import PeerLost
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single; 2.11 has only the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,14 +30,3 @@ def gather_json(message: Any, group: dist.ProcessGroup) -> list[Any]:
     padded[: data.numel()] = data
     rows = all_gather(padded, group)
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-
-# What Gloo and NCCL say when a peer is gone or silent; their errors have no type of their own.
-_LOST = re.compile(r"gloo/transport|connection (closed|reset) by peer|timed out waiting|ncclremoteerror", re.IGNORECASE)
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank vanished: a consequence, never the cause."""
-    if isinstance(error, PeerLost | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))

@@ -1,13 +1,16 @@
-"""Where the time of a step goes. On a GPU the phases are timed by events on its stream, read only when reported."""
+"""Where the time of a step goes. On a GPU the phases are timed by events on its stream, read once they have passed."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
 PHASES = ("data", "forward", "backward", "communicate", "update")
+Seconds = dict[str, float]
 
 
 class Clock:
@@ -17,7 +20,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._seconds: Seconds = defaultdict(float)
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
@@ -25,10 +28,10 @@ class Clock:
         self._seconds[phase] += now - self._last
         self._last = now
 
-    def read(self) -> dict[str, float]:
-        """Seconds per phase since the last reading."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return seconds
+    def take(self) -> Callable[[], Seconds]:
+        """What was summed since the last taking, as something to be read later."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return lambda: seconds
 
 
 class CudaClock(Clock):
@@ -41,13 +44,17 @@ class CudaClock(Clock):
     def lap(self, phase: str) -> None:
         self._marks.append((phase, _mark()))
 
-    def read(self) -> dict[str, float]:
-        self._marks[-1][1].synchronize()
-        seconds: dict[str, float] = defaultdict(float)
-        for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[phase] += begin.elapsed_time(end) / 1e3
-        self._marks = self._marks[-1:]
-        return dict(seconds)
+    def take(self) -> Callable[[], Seconds]:
+        marks, self._marks = self._marks, self._marks[-1:]
+
+        def read() -> Seconds:
+            marks[-1][1].synchronize()
+            seconds: Seconds = defaultdict(float)
+            for (_, begin), (phase, end) in itertools.pairwise(marks):
+                seconds[phase] += begin.elapsed_time(end) / 1e3
+            return seconds
+
+        return read
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -30,12 +30,13 @@ class Lines:
 
 
 class Bar:
-    """A live progress bar on the terminal; the plain lines still reach the rank's log file."""
+    """A live progress bar on the terminal. What the script prints goes above it; the rank's log gets plain lines."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        self._tees = [tee for stream in (sys.stdout, sys.stderr) if (tee := _tee_of(stream)) is not None]
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -43,25 +44,27 @@ class Bar:
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=Console(file=sys.__stdout__),
-            redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stdout=not self._tees,
+            redirect_stderr=not self._tees,
         )
-        self._tee = getattr(sys.stdout, "console", None)
         self._task = self._progress.add_task("", total=None)
         self._progress.start()
-        if self._tee is not None:
-            self._terminal = self._tee.swap(lambda text: self._progress.console.out(text, end="", highlight=False))
+        for tee in self._tees:
+            tee.show = self._above
 
     def write(self, record: Record) -> None:
         text = f"loss {record['loss']:.4f}  {record['examples_per_s']:,.0f} examples/s"
         self._progress.update(self._task, completed=record["step"], total=record.get("total"), description=text)
-        if self._tee is not None:
-            self._tee.log_only(summary(record) + "\n")
+        for tee in self._tees[:1]:
+            tee.log.write(f"{summary(record)}\n".encode())
 
     def close(self) -> None:
+        for tee in self._tees:
+            tee.restore()
         self._progress.stop()
-        if self._tee is not None:
-            self._tee.swap(self._terminal)
+
+    def _above(self, data: bytes) -> None:
+        self._progress.console.out(data.decode(errors="replace"), end="", highlight=False)
 
 
 class JsonLines:
@@ -98,6 +101,12 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _tee_of(stream: object) -> Any:
+    """The launcher's tee behind a standard stream of rank 0, where there is one."""
+    tee = getattr(stream, "buffer", None)
+    return tee if hasattr(tee, "show") else None
 
 
 def summary(record: Record) -> str:

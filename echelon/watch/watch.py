@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from echelon.environment import LOG_DIR
 from echelon.errors import UsageError
 from echelon.watch.clock import make_clock
+from echelon.watch.late import Late
 from echelon.watch.log import Log
 from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard
 
@@ -25,6 +27,7 @@ class Watch:
         self._every, self._log = log.every, log
         self._speaks = rank == 0
         self._sinks: list[Sink] | None = None
+        self._due: Callable[[], Record] | None = None
         self._steps = 0
         self._examples: Tensor | float = 0.0
         self._since = time.perf_counter()
@@ -35,18 +38,39 @@ class Watch:
         if self._speaks and self._log.console:
             print(f"echelon: {text}", flush=True)
 
-    def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float | None, total: int | None) -> None:
-        """Note a finished step; every few of them, write a record. The loss is read only then."""
+    def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float, total: int | None) -> None:
+        """Note a finished step; every few of them, write a record."""
         if not self._speaks:
             return
+        self._flush()
         self._steps += 1
         self._examples = self._examples + examples
         if step % self._every and step != total:
             return
-        record: Record = {"step": step, "total": total, "loss": float(loss), "learning_rate": rate}
-        record |= self._speed()
-        for sink in self._open():
-            sink.write(record)
+        record: Record = {"step": step, "total": total, "learning_rate": rate, "time": time.time()}
+        self._due = self._pending(record, loss)
+        if not loss.is_cuda or step == total:
+            self._flush()
+
+    def _pending(self, record: Record, loss: Tensor) -> Callable[[], Record]:
+        """The rest of the record is still on its way through the GPU; it is read at the next step."""
+        late, seconds, steps = Late(loss), self.clock.take(), self._steps
+        examples = Late(self._examples) if isinstance(self._examples, Tensor) else None
+        count, elapsed = self._examples, time.perf_counter() - self._since
+        self._steps, self._examples, self._since = 0, 0.0, time.perf_counter()
+
+        def complete() -> Record:
+            record["loss"] = late.read()
+            record["examples_per_s"] = (examples.read() if examples else float(count)) / elapsed
+            return record | {phase: 1e3 * spent / steps for phase, spent in seconds().items()}
+
+        return complete
+
+    def _flush(self) -> None:
+        if self._due is not None:
+            record, self._due = self._due(), None
+            for sink in self._open():
+                sink.write(record)
 
     def note(self, record: Record) -> None:
         """A record of another kind (an evaluation) for the files."""
@@ -56,17 +80,10 @@ class Watch:
                     sink.write(record)
 
     def close(self) -> None:
+        self._flush()
         for sink in self._sinks or []:
             sink.close()
         self._sinks = None
-
-    def _speed(self) -> Record:
-        seconds = self.clock.read()
-        now = time.perf_counter()
-        speed: Record = {"examples_per_s": float(self._examples) / (now - self._since), "time": time.time()}
-        speed |= {phase: 1e3 * spent / self._steps for phase, spent in seconds.items()}
-        self._steps, self._examples, self._since = 0, 0.0, now
-        return speed
 
     def _open(self) -> list[Sink]:
         if self._sinks is None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from command import echelon, write
 
+from echelon.environment import PADDLE_HOSTS
 from echelon.errors import UsageError
 from echelon.launch import job as jobs
 
@@ -87,7 +88,7 @@ def test_gpus_are_counted_among_the_visible_ones(monkeypatch):
     assert (check().visible_gpus, check().procs) == (None, 3)
 
 
-@pytest.mark.parametrize("name", jobs.NODE_COUNT_NAMES)
+@pytest.mark.parametrize("name", PADDLE_HOSTS)
 def test_the_number_of_hosts_may_come_from_the_environment(monkeypatch, name):
     monkeypatch.setenv(name, "3")
     assert check(master="127.0.0.1:29500").nnodes == 3

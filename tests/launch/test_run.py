@@ -264,7 +264,7 @@ def test_the_same_script_reaches_the_same_sum_under_every_launcher(tmp_path):
     script = write(tmp_path / "sum.py", SUM)
     job = str(random.randrange(10**9))
     slurm = [
-        {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "SLURM_NTASKS": "2", "SLURM_JOB_ID": job,
+        {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": job,
          "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"} for n in range(2)
     ]  # fmt: skip
     open_mpi = [

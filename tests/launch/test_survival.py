@@ -1,0 +1,130 @@
+"""kill -9 of any rank at any moment: the rest stop and say who; with restarts, the job ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import echelon
+from safetensors.torch import load_file
+
+TRAIN = """
+import os, signal, sys
+import torch, torch.nn.functional as F
+from torch import nn
+import echelon
+
+victim, fatal = int(sys.argv[1]), int(sys.argv[2])
+echelon.init(seed=3)
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+def loss(output, target):
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first and engine.steps == fatal and echelon.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)  # between forward and backward: the others wait for this rank
+    return F.cross_entropy(output, target)
+
+engine = echelon.distribute(
+    net, loss=loss, optimizer=optimizer, checkpoint=echelon.Checkpoint(dir="ckpt", every=4, keep=2)
+)
+g = torch.Generator().manual_seed(0)
+data = torch.randn(60, 6, generator=g), torch.randint(3, (60,), generator=g)
+loader = engine.loader(data, batch_size=4)
+for _ in loader.epochs(3):
+    for x, y in loader:
+        engine.step(x, y)
+engine.save("final", wait=True)
+"""
+
+
+def train(directory: Path, victim: int, fatal: int, *options: object) -> tuple[int, str, str]:
+    directory.mkdir(exist_ok=True)
+    (directory / "train.py").write_text(TRAIN)
+    ended = echelon("run", "--procs", 2, *options, "train.py", victim, fatal, cwd=directory)
+    return ended.code, ended.out, ended.err
+
+
+def weights(directory: Path) -> dict[str, object]:
+    assert echelon("export", "final", "out.safetensors", cwd=directory).code == 0
+    return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weights(victim: int, tmp_path: Path) -> None:
+    code, _, err = train(tmp_path / "undisturbed", -1, -1)
+    assert code == 0, err
+    code, out, err = train(tmp_path / "killed", victim, 10, "--max-restarts", 1)
+    assert code == 0, err
+    assert f"restarting all ranks (restart 1 of 1) because rank {victim} was killed by SIGKILL" in err
+    assert "after step 8" in out
+    assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
+
+
+def test_without_restarts_the_others_stop_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    code, _, err = train(tmp_path, 1, 10)
+    assert code == 128 + 9
+    assert re.match(r"echelon: rank 1 of 2 \(host .*, pid \d+\) was killed by SIGKILL", err.splitlines()[0])
+    assert time.monotonic() - begin < 60, "the rest must not wait for the dead"
+    code, out, err = train(tmp_path, -1, -1)
+    assert code == 0, err
+    assert "after step 8" in out
+    train(tmp_path / "undisturbed", -1, -1)
+    assert weights(tmp_path) == weights(tmp_path / "undisturbed")
+
+
+BAR = """
+import torch, echelon
+net = torch.nn.Linear(2, 1)
+engine = echelon.distribute(net, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+loader = engine.loader((torch.randn(80, 2), torch.randn(80, 1)), batch_size=2)
+for epoch in loader.epochs(2):
+    for x, y in loader:
+        engine.step(x, y)
+    if echelon.is_first_worker():
+        print("a line of the script in epoch", epoch)
+"""
+
+
+def test_a_terminal_gets_a_live_bar_and_the_log_gets_plain_lines(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BAR)
+    screen = on_a_terminal([sys.executable, "-m", "echelon", "run", "--procs", "2", "train.py"], tmp_path)
+    assert "40/40" in screen
+    assert "examples/s" in screen
+    assert "\\x1b[" in repr(screen), "a live bar moves the cursor"
+    log = (tmp_path / "log" / "rank-0.log").read_text()
+    for text in (screen, log):
+        assert "a line of the script in epoch 0" in text
+        assert "a line of the script in epoch 1" in text
+    assert re.search(r"^step 40/40  loss [\d.]+  [\d,]+ examples/s  data", log, re.MULTILINE)
+    assert "\x1b[" not in log
+
+
+def on_a_terminal(command: list[str], directory: Path) -> str:
+    """Run ``command`` with a real pseudo-terminal as its console; what appeared there."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"}
+    )
+    os.close(theirs)
+    seen = b""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([ours], [], [], 0.2)
+        try:
+            chunk = os.read(ours, 65536) if ready else b""
+        except OSError:  # the last process on the terminal has gone
+            break
+        seen += chunk
+        if not chunk and process.poll() is not None:
+            break
+    assert process.wait(timeout=10) == 0, seen.decode()
+    return seen.decode()
