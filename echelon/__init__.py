@@ -1,9 +1,9 @@
 """Echelon: train one PyTorch model on many devices, with the numbers one process gives."""
 
-from echelon.checkpoint.settings import Checkpoint
 from echelon.distribution import distribute
 from echelon.engine import Engine
 from echelon.errors import EchelonError
+from echelon.keep import Checkpoint
 from echelon.plan import Plan
 from echelon.strategy import Reduction, Strategy
 from echelon.watch import Log

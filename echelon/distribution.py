@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon import world as worlds
-from echelon.checkpoint.settings import Checkpoint
 from echelon.engine import Engine
 from echelon.errors import UsageError, nearest
-from echelon.keep import Scheduler
+from echelon.keep import Checkpoint, Scheduler
 from echelon.objective import LossFunction
 from echelon.parallel.agree import agree
 from echelon.parallel.batch_norm import synchronize

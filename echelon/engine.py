@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.checkpoint.settings import Checkpoint
 from echelon.data import Loader
-from echelon.errors import LossError, PeerLost, UsageError, nearest
+from echelon.errors import DataError, LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Metric, evaluate
-from echelon.keep import Keeper, Scheduler
+from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.launch.worker import caused_by_peer
 from echelon.objective import LossFunction, Objective, as_batch, count_samples
 from echelon.parallel.batch_norm import idle
@@ -120,12 +119,18 @@ class Engine:
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
         return results
 
-    def loader(self, dataset: Any, *, batch_size: int, **options: Any) -> Loader:
-        """This rank's share of ``dataset``, ``batch_size`` samples a replica at a time. See echelon.data.Loader."""
-        loader = self._make_loader(dataset, batch_size=batch_size, **options)
+    def loader(
+        self, dataset: Any, *, batch_size: int | None = None, global_batch: int | None = None, **options: Any
+    ) -> Loader:
+        """This rank's share of ``dataset``. See echelon.data.Loader for the options.
+
+        ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together.
+        """
+        size = self._replica_batch(batch_size, global_batch)
+        loader = self._make_loader(dataset, batch_size=size, **options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
-        self.say(f"global batch {loader.global_batch} = {batch_size} per replica x {self.world.size}")
+        self.say(f"global batch {loader.global_batch} = {size} per replica x {self.world.size}")
         return loader
 
     # ---- keeping ----
@@ -254,6 +259,21 @@ class Engine:
             group=self.world.control,
             on_share=self._on_share,
         )
+
+    def _replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
+        if (batch_size is None) == (global_batch is None):
+            raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
+        if batch_size is not None:
+            return batch_size
+        assert global_batch is not None
+        size, rest = divmod(global_batch, self.world.size)
+        if rest or size < 1:
+            near = [n * self.world.size for n in (size, size + 1) if n]
+            raise DataError(
+                f"global_batch={global_batch} cannot be divided over {self.world.size} replicas; "
+                f"{' or '.join(map(str, near))} can"
+            )
+        return size
 
     def _on_share(self, samples: int) -> None:
         self._share = samples

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from echelon.checkpoint import Stored, Writer, find, latest
-from echelon.checkpoint.settings import Checkpoint
 from echelon.data import Loader
 from echelon.errors import CheckpointError, UsageError
 from echelon.parallel.gradients import Gradients
@@ -24,9 +22,35 @@ from echelon.state import (
     restore_optimizers,
     restore_random_state,
 )
+from echelon.strict import require, strict
 from echelon.world import World, seed_for_rank
 
+if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
+    from echelon.checkpoint import Stored, Writer
+
 Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+@strict
+class Checkpoint:
+    """Where a run is kept, and how often.
+
+    dir:          the directory that holds the checkpoints; all hosts must see the same
+    every:        save after every so many steps; None saves only when told to
+    keep:         keep the newest so many, remove older ones; None keeps all
+    asynchronous: write in the background while training goes on
+    resume:       start from the newest checkpoint in ``dir``, if there is one
+    """
+
+    dir: str
+    every: int | None = None
+    keep: int | None = None
+    asynchronous: bool = True
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every >= 1, self, "every", "1 or more, or None")
+        require(self.keep is None or self.keep >= 1, self, "keep", "1 or more, or None")
 
 
 class Keeper:
@@ -70,6 +94,8 @@ class Keeper:
 
     def load(self, path: str | Path) -> Stored:
         """Restore everything; returns what it was restored from."""
+        from echelon.checkpoint import Stored, find
+
         stored = Stored(find(path))
         stored.load(model_tensors(self._model))
         facts = stored.facts
@@ -87,6 +113,8 @@ class Keeper:
         """Where the same command, given again, goes on from."""
         if self._settings is None or not self._settings.resume:
             return None
+        from echelon.checkpoint import latest
+
         return latest(self._settings.dir)
 
     def wait(self) -> None:
@@ -133,6 +161,8 @@ class Keeper:
             seed_for_rank(self._world.seed + stored.step, rank)
 
     def _writer(self, directory: Path) -> Writer:
+        from echelon.checkpoint import Writer
+
         if directory not in self._writers:
             settings = self._settings or Checkpoint(dir=str(directory))
             self._writers[directory] = Writer(

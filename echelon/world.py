@@ -256,20 +256,27 @@ def _roll_call(place: Place, store: Store, wanted: str, timeout: float) -> str:
 
     Returns the backend for all: Gloo as soon as one rank cannot have NCCL (it shares its GPU, say).
     """
-    store.set(f"here/{place.rank}", wanted)
-    missing, deadline = set(range(place.world_size)), time.monotonic() + timeout
-    while missing:
-        missing = {rank for rank in missing if not store.check([f"here/{rank}"])}
-        if missing and time.monotonic() > deadline:
-            names = ", ".join(str(rank) for rank in sorted(missing))
-            raise PeerLost(
-                f"rank {place.rank} waited {timeout:.0f} s, but of {place.world_size} processes these did not "
-                f"join: rank {names}; look at their logs, or start them"
-            )
-        if missing:
+    everyone = range(place.world_size)
+    missing, deadline = set(everyone), time.monotonic() + timeout
+    try:
+        store.set(f"here/{place.rank}", wanted)
+        while missing := {rank for rank in missing if not store.check([f"here/{rank}"])}:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"rank {place.rank} waited {timeout:.0f} s, but of {place.world_size} processes these did not "
+                    f"join: rank {_names(missing)}; look at their logs, or start them"
+                )
             time.sleep(0.01)
-    wishes = {bytes(wish).decode() for wish in store.multi_get([f"here/{rank}" for rank in range(place.world_size)])}
+        wishes = {bytes(wish).decode() for wish in store.multi_get([f"here/{rank}" for rank in everyone])}
+    except dist.DistError:
+        raise PeerLost(
+            f"rank {place.rank}: rank 0 has gone, while these had not joined: rank {_names(missing)}; look at its log"
+        ) from None
     return wishes.pop() if len(wishes) == 1 else "gloo"
+
+
+def _names(ranks: set[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))
 
 
 def _one_line_errors() -> None:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import echelon
-from echelon.checkpoint import Checkpoint, CheckpointError, Stored, Writer, export, find, latest, verify
+from echelon import Checkpoint
+from echelon.checkpoint import CheckpointError, Stored, Writer, export, find, latest, verify
 from echelon.errors import UsageError
 
 

@@ -320,6 +320,29 @@ def test_a_loss_that_is_not_a_scalar_names_rank_step_and_shape() -> None:
     assert "got float" in errors(bad_loss, "number", ranks=1)[0]
 
 
+# ---- batches ----
+
+
+def divided(size: int) -> tuple[int, int]:
+    echelon.init()
+    net = nn.Linear(2, 1)
+    engine = echelon.distribute(net, loss=F.mse_loss, optimizer=sgd(net), log=QUIET)
+    loader = engine.loader((torch.zeros(40, 2), torch.zeros(40, 1)), global_batch=size)
+    return len(next(iter(loader))[0]), loader.global_batch
+
+
+def test_a_global_batch_is_divided_or_the_nearest_that_can_be_is_named() -> None:
+    assert run(divided, 12, ranks=3) == [(4, 12)] * 3
+    for line in errors(divided, 16, ranks=3):
+        assert line == "DataError: global_batch=16 cannot be divided over 3 replicas; 15 or 18 can"
+    net = nn.Linear(2, 1)
+    engine = echelon.distribute(net, loss=F.mse_loss, optimizer=sgd(net), log=QUIET)
+    with pytest.raises(UsageError, match="either batch_size"):
+        engine.loader((torch.zeros(4, 2),))
+    with pytest.raises(UsageError, match="no option 'shufle'; did you mean 'shuffle'"):
+        engine.loader((torch.zeros(4, 2),), batch_size=2, shufle=True)
+
+
 # ---- slips of the pen ----
 
 

@@ -4,10 +4,9 @@ Tensors lie in safetensors files, everything else in one JSON index; nothing in 
 """
 
 from echelon.checkpoint.layout import find, latest
-from echelon.checkpoint.settings import Checkpoint
 from echelon.checkpoint.stored import Stored, verify
 from echelon.checkpoint.weights import export
 from echelon.checkpoint.writer import Writer
 from echelon.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]
+__all__ = ["CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]

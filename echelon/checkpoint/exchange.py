@@ -43,7 +43,7 @@ class Peers:
         except RuntimeError as error:
             raise PeerLostWhileSaving(
                 f"{doing}: rank {self.rank} lost contact with another rank ({first_line(error)}); "
-                "look at that rank's log"
+                "every rank must take part in a save; look at that rank's log"
             ) from error
         if "error" in verdict:
             raise CheckpointError(f"{doing}: {verdict['error']}") from cause
