@@ -66,7 +66,9 @@ def run_raw(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: 
     for rank in range(ranks):
         mine, theirs = _context.Pipe()
         env = _environment(rank, ranks, port)
-        process = _context.Process(target=_rank_entry, args=(theirs, env, rank_main, args, kwargs), daemon=True)
+        process = _context.Process(
+            target=_rank_entry, args=(theirs, env, rank_main, args, kwargs)
+        )  # not a daemon: its loaders have workers
         process.start()
         theirs.close()
         pipes.append(mine)
