@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py -- --dir runs/demo --fresh
+	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -9,6 +9,7 @@ Kill it and give the same command again: it goes on from its last checkpoint.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import time
 from pathlib import Path
@@ -45,16 +46,23 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
 
 
+def forget(directory: Path) -> None:
+    """Remove what earlier runs left, so that this one starts from the beginning."""
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    (directory / "metrics.jsonl").unlink(missing_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--dir", type=Path, default=Path("runs/digits"), help="where checkpoint and metrics go")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier checkpoints in --dir")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier runs in --dir")
     args = parser.parse_args()
 
     echelon.init(seed=1)
     if args.fresh and echelon.is_first_worker():
-        shutil.rmtree(args.dir / "checkpoints", ignore_errors=True)
+        forget(args.dir)
     echelon.barrier()
     train, test = digits()
     model = ConvNet()
@@ -82,6 +90,7 @@ def main() -> None:
         print(f"accuracy on {len(test)} unseen images: {results['accuracy']:.1%}  (loss {results['loss']:.4f})")
         print(f"speed: {seen / seconds:,.0f} examples/s over {engine.steps} steps on {echelon.world_size()} processes")
         print(f"checkpoint: {saved}\nmetrics: {args.dir / 'metrics.jsonl'} and {args.dir / 'tensorboard'}")
+        print(f"log: {os.environ.get('ECHELON_LOG_DIR', 'none without echelon run')}")
 
 
 if __name__ == "__main__":

@@ -121,8 +121,9 @@ def _rank_entry(pipe: Connection, env: dict[str, str], rank_main: Callable[..., 
     except BaseException as error:
         result = Raised(type(error).__name__, str(error), traceback.format_exc())
     pipe.send_bytes(pickle.dumps(result))  # by value: the pipe's own pickler would share memory with a dying process
-    if not isinstance(result, Raised):
-        pipe.poll(None)  # peers may still be talking to this rank; the parent hangs up when all have returned
+    # Peers may still be talking to this rank: the parent hangs up when all have returned. A rank that raised does not
+    # wait for those who may be waiting for it.
+    pipe.poll(2.0 if isinstance(result, Raised) else None)
     os._exit(0)
 
 
