@@ -44,9 +44,9 @@ def distribute(
     plan:       a Plan to run instead of the one made from ``strategy``
     checkpoint: where and how often to save by itself; training resumes from there with the same command
     """
+    world = worlds.current()
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
-    world = worlds.current()
     model.to(world.device)
     optimizers = _named(optimizer)
     made = make_plan(model, optimizers, strategy or Strategy(), world.size)

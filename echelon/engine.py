@@ -19,7 +19,7 @@ from echelon.errors import DataError, LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Metric, evaluate
 from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.launch.worker import caused_by_peer
-from echelon.objective import LossFunction, Objective, as_batch, count_samples
+from echelon.objective import LossFunction, Objective, as_batch, count_samples, scalar
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
@@ -57,6 +57,7 @@ class Engine:
         self._keeper = Keeper(world, model, optimizers, schedulers, self._gradients, checkpoint)
         self._watch = Watch(log, world.device, world.rank)
         self._clock = self._watch.clock
+        self._local_loss = torch.zeros(())  # sum of what backward() was given since the last update()
         self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
         self._unchecked: list[tuple[int, Late, Tally]] = []
@@ -90,7 +91,8 @@ class Engine:
             raise UsageError(
                 "gradient_merge belongs to engine.step(); in your own loop call engine.update() less often"
             )
-        self._gradients.add_local(loss)
+        self._gradients.add_local(scalar(loss))
+        self._local_loss = self._local_loss + loss.detach()
 
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.
@@ -99,8 +101,10 @@ class Engine:
         """
         chosen, weight = self._chosen(optimizer), 1.0 if samples is None else samples
         with self._explained():
-            tally = Tally(torch.zeros((), device=self.world.device), weight, self.plan.reduce_op, self._group)
+            tally = Tally(self._local_loss.to(self.world.device), weight, self.plan.reduce_op, self._group)
             self._gradients.reduce(chosen, weight, tally)
+            self._check_loss(tally)
+        self._local_loss = torch.zeros(())
         self._apply(chosen, tally)
 
     def evaluate(
@@ -112,6 +116,7 @@ class Engine:
         are this rank's own.
         """
         self._settle_statistics()
+        self._share = None
         batches = data
         if batch_size is not None or isinstance(data, Dataset):
             batches = self._make_loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
