@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,8 @@ class Engine:
         except RuntimeError as error:
             if not caused_by_peer(error):
                 raise
-            what = str(error).splitlines()[0]
+            # "[file:line] Read error [address]: Connection reset by peer. Advice ..." without its ends
+            what = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
             raise PeerLost(f"{self._here()}: lost contact with another rank ({what}); see its log") from None
 
     def _here(self) -> str:

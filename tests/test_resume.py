@@ -64,17 +64,20 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
 
 
 def train(directory: str, stop: int | None, **options: Any) -> dict[str, Tensor]:
-    """Three epochs; ``stop``: save after that many batches and leave."""
+    """Three epochs, or until ``stop``."""
     engine, loader, net = make(directory, **options)
-    count = 0
-    for _ in loader.epochs(3):
-        for x, y in loader:
-            engine.step(x, y)
-            count += 1
-            if count == stop:
-                engine.save(wait=True)
-                return weights(net)
+    go(engine, loader, 3, stop)
     return weights(net)
+
+
+def go(engine: Any, loader: Any, epochs: int, stop: int | None) -> None:
+    """Train to the end; or for ``stop`` batches, save and leave."""
+    batches = ((x, y) for _ in loader.epochs(epochs) for x, y in loader)
+    for count, (x, y) in enumerate(batches, start=1):
+        engine.step(x, y)
+        if count == stop:
+            engine.save(wait=True)
+            return
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -120,14 +123,7 @@ def train_plain(directory: str, stop: int | None, global_batch: int = 8, merge: 
         log=QUIET,
     )
     loader = engine.loader(data(), batch_size=global_batch // echelon.world_size(), uneven="join")
-    count = 0
-    for _ in loader.epochs(2):
-        for x, y in loader:
-            engine.step(x, y)
-            count += 1
-            if count == stop:
-                engine.save(wait=True)
-                return weights(net)
+    go(engine, loader, 2, stop)
     return weights(net)
 
 
