@@ -107,6 +107,25 @@ def test_uneven_shares_give_the_exact_global_mean(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["convnet", "transformer"])
+def test_a_global_batch_that_changes_from_step_to_step(model: str) -> None:
+    one = run(train_changing, model, ranks=1)[0]
+    assert_equal(run(train_changing, model, ranks=3), one)
+
+
+def train_changing(model: str) -> Trained:
+    """Global batches of 9, 9, 4, 9, 5 and 6 samples, dealt out unevenly."""
+    echelon.init()
+    net, loss = build(model)
+    engine = echelon.distribute(net, loss=loss, optimizer=_optimizer("sgd", net), log=QUIET)
+    losses = []
+    for step, samples in enumerate((9, 9, 4, 9, 5, 6)):
+        shares = [samples - 3, 2, 1]
+        losses.append(float(engine.step(*_mine(batch_for(model, samples, step), shares))))
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+    return Trained(losses, grads, {name: value.clone() for name, value in net.state_dict().items()})
+
+
+@pytest.mark.parametrize("model", ["convnet", "transformer"])
 def test_a_rank_without_samples_counts_for_nothing(model: str) -> None:
     one = run(train, model, ranks=1)[0]
     many = run(train_with_stand_in, model, ranks=2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.parallel.collective import all_gather
+from echelon.parallel.collective import all_gather, start_small_sum
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -116,8 +116,7 @@ class _Normalize(torch.autograd.Function):
         dx, dw, db = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
         )
-        sums = torch.stack([dw, db]).to(mean.dtype)
-        dist.all_reduce(sums, group=ctx.group)
+        sums = start_small_sum(torch.stack([dw, db]).to(mean.dtype), ctx.group)()
         if ctx.idle:  # this rank's input is not part of the statistics, so nothing flows back through them
             dx.zero_()
         else:

@@ -6,6 +6,7 @@ Nothing here unpickles: what ranks tell each other is tensors, or JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,28 @@ def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
     out = local.new_empty((dist.get_world_size(group), *local.shape))
     _all_gather_single(out.view(-1), local.contiguous().view(-1), group=group)
     return out
+
+
+#: Up to so many ranks, a small sum is gathered and added locally: one round of messages where Gloo's all-reduce takes
+#: several. Measured for 64 floats on two cores: 0.6 against 1.7 ms on 2 ranks, 3.2 against 5.4 on 4.
+FEW = 8
+
+
+def start_small_sum(local: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin the sum of a small tensor over all ranks; call what is returned to wait for it."""
+    if dist.get_world_size(group) > FEW:
+        total = local.clone()
+        work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
+        return lambda: _after(work, total)
+    parts = local.new_empty((dist.get_world_size(group), *local.shape))
+    work = _all_gather_single(parts.view(-1), local.contiguous().view(-1), group=group, async_op=True)
+    return lambda: _after(work, parts).sum(0)
+
+
+def _after(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:
+    assert work is not None
+    work.wait()
+    return result
 
 
 def gather_json(message: Any, group: dist.ProcessGroup) -> list[Any]:

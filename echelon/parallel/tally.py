@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.parallel.collective import start_small_sum
+
 
 class Tally:
     """The global sample count and loss of one forward pass. ``group=None``: this process is the whole job."""
@@ -23,8 +25,8 @@ class Tally:
         weight = 1.0 if self._sum else samples
         weighted = self.local.double() * weight if samples else self.local.new_zeros((), dtype=torch.double)
         count = torch.full((), samples, dtype=torch.double, device=loss.device)
-        self._sent = torch.stack([weighted, count])
-        self._work: dist.Work | None = dist.all_reduce(self._sent, group=group, async_op=True)
+        self._answer = start_small_sum(torch.stack([weighted, count]), group)
+        self._total: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -43,7 +45,6 @@ class Tally:
         return count if count.is_cuda else float(count)
 
     def _received(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._sent
+        if self._total is None:
+            self._total = self._answer()
+        return self._total
