@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from echelon.data import Loader
-from echelon.errors import DataError, LossError, PeerLost, UsageError, nearest
+from echelon.errors import DataError, EchelonError, LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Metric, evaluate
 from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.launch.worker import caused_by_peer
@@ -62,7 +64,7 @@ class Engine:
         self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
         self._unchecked: list[tuple[int, Late, Tally]] = []
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     # ---- training ----
 
@@ -162,9 +164,17 @@ class Engine:
 
     def close(self) -> None:
         """Finish what runs in the background. Called by itself at exit."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self._watch.close()
         self._keeper.wait()
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except EchelonError as error:  # the last checkpoint failed in the background, say
+            print(f"echelon: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)  # an exit handler has no other way to say that the run did not end well
 
     # ---- inside a step ----
 

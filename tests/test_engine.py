@@ -58,6 +58,58 @@ def test_equals_ddp(model: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+# ---- beside a hand-written loop ----
+
+
+def by_engine(model: str, merge: int, clip: float | None) -> list[Tensor]:
+    echelon.init()
+    net, loss = build(model)
+    strategy = Strategy(gradient_merge=merge, clip=clip)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    engine = echelon.distribute(net, loss=loss, optimizer=optimizer, strategy=strategy, log=QUIET)
+    for step in range(6):
+        engine.step(*batch_for(model, 4, step))
+    return [p.detach() for p in net.parameters()]
+
+
+def by_hand(model: str, merge: int, clip: float | None) -> list[Tensor]:
+    net, loss = build(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(6):
+        batch = batch_for(model, 4, step)
+        (loss(net(*batch[:-1]), batch[-1]) / merge).backward()
+        if step % merge == merge - 1:
+            if clip is not None:
+                _clip_by_hand(net, clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+
+def _clip_by_hand(net: nn.Module, clip: float) -> None:
+    grads = [p.grad.to_dense() for p in net.parameters() if p.grad is not None]
+    norm = torch.cat([grad.flatten() for grad in grads]).norm()
+    assert norm > clip, "the test must clip"
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad = p.grad.coalesce() * (clip / norm) if p.grad.is_sparse else p.grad * (clip / norm)
+
+
+@pytest.mark.parametrize("model", ["convnet", "transformer", "sparse", "partial"])
+def test_one_process_is_bit_equal_to_a_hand_written_loop(model: str) -> None:
+    (engines,), (hands,) = run(by_engine, model, 1, None, ranks=1), run(by_hand, model, 1, None, ranks=1)
+    for mine, expected in zip(engines, hands, strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize(("merge", "clip"), [(3, None), (1, 0.1), (3, 0.1)])
+@pytest.mark.parametrize("model", ["transformer", "sparse"])
+def test_merging_and_clipping_equal_a_hand_written_loop(model: str, merge: int, clip: float | None) -> None:
+    (engines,), (hands,) = run(by_engine, model, merge, clip, ranks=1), run(by_hand, model, merge, clip, ranks=1)
+    for mine, expected in zip(engines, hands, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
 # ---- inexact modes against numpy ----
 
 

@@ -128,3 +128,23 @@ def on_a_terminal(command: list[str], directory: Path) -> str:
             break
     assert process.wait(timeout=10) == 0, seen.decode()
     return seen.decode()
+
+
+FULL_DISK = """
+import resource, signal, torch, echelon
+net = torch.nn.Linear(64, 64)
+engine = echelon.distribute(net, loss=lambda out: out.mean(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+engine.step(torch.ones(2, 64))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+engine.save("ckpt")
+"""
+
+
+def test_a_last_save_that_fails_in_the_background_is_not_a_success(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FULL_DISK)
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("echelon: saving step 1: cannot write")
+    assert "File too large" in line
