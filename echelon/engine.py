@@ -60,6 +60,7 @@ class Engine:
         self._keeper = Keeper(world, model, optimizers, schedulers, self._gradients, checkpoint)
         self._watch = Watch(log, world.device, world.rank)
         self._clock = self._watch.clock
+        self._owned = len(_parameters_of(optimizers))
         self._local_loss = torch.zeros(())  # sum of what backward() was given since the last update()
         self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
@@ -181,6 +182,7 @@ class Engine:
     def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally) -> None:
         if self.plan.clip is not None:
             clip_gradients(_parameters_of(optimizers), self.plan.clip)
+        self._refuse_new_parameters()
         for optimizer in optimizers.values():
             optimizer.step()
         for scheduler in self.schedulers:
@@ -193,6 +195,11 @@ class Engine:
         self._watch.step(self.steps, tally.loss, tally.samples, rate, self._total_steps())
         if self._keeper.due(self.steps):
             self.save()
+
+    def _refuse_new_parameters(self) -> None:
+        """What was given to an optimizer after the plan was made is reduced by nobody."""
+        if self.world.size > 1 and len(_parameters_of(self.optimizers)) != self._owned:
+            raise UsageError("an optimizer was given more parameters after distribute(); call distribute() again")
 
     def _loss(self, inputs: Any) -> Tensor:
         try:

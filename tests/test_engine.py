@@ -372,6 +372,34 @@ def test_a_loss_that_is_not_a_scalar_names_rank_step_and_shape() -> None:
     assert "got float" in errors(bad_loss, "number", ranks=1)[0]
 
 
+# ---- changes behind the plan's back would let replicas drift apart ----
+
+
+def thawed() -> None:
+    echelon.init()
+    net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    engine = echelon.distribute(net, loss=F.mse_loss, optimizer=sgd(net), log=QUIET)
+    engine.step(torch.ones(2, 2), torch.ones(2, 1))
+    net[0].requires_grad_(True)
+    engine.step(torch.ones(2, 2), torch.ones(2, 1))
+
+
+def grown() -> None:
+    echelon.init()
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = sgd(net[1])
+    engine = echelon.distribute(net, loss=F.mse_loss, optimizer=optimizer, log=QUIET)
+    optimizer.add_param_group({"params": list(net[0].parameters())})
+    engine.step(torch.ones(2, 2), torch.ones(2, 1))
+
+
+def test_parameters_that_join_after_distribute_are_refused() -> None:
+    for line in errors(thawed, ranks=2):
+        assert line.startswith("UsageError: '0.weight' was frozen when distribute() was called")
+    for line in errors(grown, ranks=2):
+        assert "more parameters after distribute()" in line
+
+
 # ---- batches ----
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.errors import UsageError
 from echelon.parallel.reduce import Reducer
 from echelon.parallel.tally import Tally
 from echelon.plan import Plan
@@ -26,6 +27,7 @@ class Gradients:
     ) -> None:
         self._plan, self._parameters = plan, parameters
         self._reducers = {key: Reducer(plan, key, parameters, groups) for key in optimizers} if groups else {}
+        self._frozen = [(spec.name, parameters[spec.name]) for spec in plan.model if not spec.trainable]
         self._sum = plan.reduce_op == "sum"
         # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
         self._plain = not groups and plan.gradient_merge == 1
@@ -65,6 +67,7 @@ class Gradients:
 
     def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally) -> None:
         """Reduce what ``add_local`` gathered, this rank counting as ``samples``."""
+        self._refuse_thawed()
         weight = 1.0 if self._sum else samples
         for key in optimizers:
             if key in self._reducers:
@@ -103,6 +106,7 @@ class Gradients:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _finish(self, tally: Tally) -> None:
+        self._refuse_thawed()
         for reducer in self._reducers.values():
             reducer.finish()
         if self._sum or self._plain:
@@ -112,6 +116,15 @@ class Gradients:
             self._correct(actual)
         else:
             self._scale(1.0 / actual)
+
+    def _refuse_thawed(self) -> None:
+        """A parameter that the plan does not reduce must not be trained: replicas would drift apart unseen."""
+        for name, parameter in self._frozen:
+            if self._reducers and parameter.grad is not None:
+                raise UsageError(
+                    f"'{name}' was frozen when distribute() was called and has a gradient now; "
+                    "unfreeze it before distribute(), or call distribute() again"
+                )
 
     def _assumption(self, tally: Tally) -> Tensor | float:
         """What to scale by while sending: as if there were as many samples as last time.
