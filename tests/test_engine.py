@@ -18,6 +18,7 @@ from zoo import batch_for, build
 import echelon
 from echelon import Reduction, Strategy
 from echelon.errors import LossError, MismatchError, UsageError
+from echelon.plan import Plan, make_plan
 
 QUIET = echelon.Log(console=False)
 
@@ -338,6 +339,43 @@ def test_ranks_with_different_models_are_told_where_they_differ() -> None:
 def test_ranks_with_different_strategies_are_told_where_they_differ() -> None:
     for line in errors(different_strategy, ranks=2):
         assert "gradient_merge: 2 against 1" in line
+
+
+# ---- a plan of one's own ----
+
+
+def planned() -> tuple[int, list[Tensor], list[Tensor]]:
+    """Train by the plan made from a strategy, and by a plan that came through JSON with more, smaller buckets."""
+    echelon.init()
+    trained, buckets = [], 0
+    for small in (False, True):
+        net, loss = build("transformer")
+        optimizer, plan = sgd(net), None
+        if small:
+            strategy = Strategy(reduction=Reduction(bucket_mb=0.002, first_bucket_mb=0.002))
+            made = make_plan(net, {"main": optimizer}, strategy, echelon.world_size())
+            plan = Plan.from_json(made.to_json())
+        engine = echelon.distribute(net, loss=loss, optimizer=optimizer, plan=plan, log=QUIET)
+        buckets = len(engine.plan.buckets)
+        for step in range(3):
+            engine.step(*rows(batch_for("transformer", 8, step)))
+        trained.append([p.detach() for p in net.parameters()])
+    return buckets, trained[0], trained[1]
+
+
+def test_a_plan_given_as_json_is_the_one_that_runs() -> None:
+    for buckets, made, given in run(planned, ranks=2):
+        assert buckets > 4
+        for a, b in zip(made, given, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_plan_for_other_ranks_or_another_model_is_refused() -> None:
+    net = nn.Linear(2, 1)
+    for other, ranks, line in ((net, 4, "is for 4 ranks, this job has 1"), (nn.Linear(3, 1), 1, "another model")):
+        plan = make_plan(other, {"main": sgd(other)}, Strategy(), ranks)
+        with pytest.raises(UsageError, match=line):
+            echelon.distribute(net, optimizer=sgd(net), plan=plan, log=QUIET)
 
 
 # ---- losses that are no losses ----
