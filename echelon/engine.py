@@ -65,6 +65,7 @@ class Engine:
         self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
         self._unchecked: list[tuple[int, Late, Tally]] = []
+        self._lag = 1 if world.device.type == "cuda" else 0  # steps after which a loss is looked at
         atexit.register(self._close_at_exit)
 
     # ---- training ----
@@ -84,7 +85,7 @@ class Engine:
                 self._clock.lap("forward")
                 tally = Tally(loss, count, self.plan.reduce_op, self._group)
                 self._gradients.add(loss, count, tally, self._clock)
-            self._check_loss(tally)
+            self._note_loss(tally)
         if self._gradients.ready:
             self._apply(self.optimizers, tally)
         return tally.loss
@@ -107,7 +108,7 @@ class Engine:
         with self._explained():
             tally = Tally(self._local_loss.to(self.world.device), weight, self.plan.reduce_op, self._group)
             self._gradients.reduce(chosen, weight, tally)
-            self._check_loss(tally)
+            self._note_loss(tally)
         self._local_loss = torch.zeros(())
         self._apply(chosen, tally)
 
@@ -146,6 +147,7 @@ class Engine:
 
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
+        self._check_losses(0)  # nothing is kept that came of a loss nobody has looked at
         self._settle_statistics()
         return self._keeper.save(directory, self.steps, wait)
 
@@ -220,18 +222,22 @@ class Engine:
         share, self._share = self._share, None
         return share
 
-    def _check_loss(self, tally: Tally) -> None:
+    def _note_loss(self, tally: Tally) -> None:
         """Raise on every rank, before the update, when the global loss is not finite.
 
         On a GPU the host would have to wait for the loss, so there it is looked at one step later.
         """
         self._unchecked.append((self.steps + 1, Late(tally.loss), tally))
-        if self.world.device.type == "cuda" and len(self._unchecked) < 2:
-            return
-        step, loss, oldest = self._unchecked.pop(0)
-        if math.isfinite(loss.read()):
-            return
-        local = float(oldest.local)
+        self._check_losses(self._lag)
+
+    def _check_losses(self, lag: int) -> None:
+        while len(self._unchecked) > lag:
+            step, loss, tally = self._unchecked.pop(0)
+            if not math.isfinite(loss.read()):
+                self._refuse_loss(step, tally)
+
+    def _refuse_loss(self, step: int, tally: Tally) -> None:
+        local = float(tally.local)
         losses = gather_json(local, self.world.control) if self.world.control else [local]
         bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"

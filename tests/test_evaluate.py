@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from harness import run
 from torch import nn
 from torch.utils.data import TensorDataset
-from zoo import build
+from zoo import QUIET, build
 
 import echelon
 from echelon.errors import DataError, UsageError
-
-QUIET = echelon.Log(console=False)
 
 
 def data(samples: int) -> TensorDataset:

@@ -9,12 +9,10 @@ import pytest
 import torch
 from harness import run
 from torch import Tensor
-from zoo import batch_for, build
+from zoo import QUIET, batch_for, build
 
 import echelon
 from echelon import Reduction, Strategy
-
-QUIET = echelon.Log(console=False)
 
 
 @dataclass

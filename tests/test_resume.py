@@ -12,13 +12,11 @@ from harness import errors, run
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from zoo import TiedTransformer, token_loss
+from zoo import QUIET, TiedTransformer, token_loss
 
 import echelon
 from echelon import Checkpoint, Strategy
 from echelon.checkpoint import export, latest
-
-QUIET = echelon.Log(console=False)
 
 
 class Dropping(nn.Module):

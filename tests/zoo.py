@@ -8,6 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import echelon
+
+QUIET = echelon.Log(console=False)
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
 
 class ConvNet(nn.Module):
     """Batch norm: its statistics run over the batch, so replicas must share them."""
