@@ -6,7 +6,6 @@ nobody; only its planning is used here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint.faults import first_line
 from echelon.errors import CheckpointError, PeerLost
+from echelon.parallel.collective import json_to_tensor, tensor_to_json
 
 
 class PeerLostWhileSaving(CheckpointError, PeerLost):
@@ -62,7 +62,7 @@ class Peers:
         """Every rank's message, in rank order, on rank 0."""
         if self._group is None:
             return [message]
-        data = _to_tensor(message)
+        data = json_to_tensor(message)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._group)
         longest = max(int(length) for length in lengths)
@@ -70,19 +70,19 @@ class Peers:
         padded[: data.numel()] = data
         rows = [torch.zeros_like(padded) for _ in lengths] if self.rank == 0 else None
         dist.gather(padded, rows, group=self._group, group_dst=0)
-        return [_from_tensor(row[: int(length)]) for row, length in zip(rows or [], lengths, strict=False)]
+        return [tensor_to_json(row[: int(length)]) for row, length in zip(rows or [], lengths, strict=False)]
 
     def _broadcast(self, message: Any) -> Any:
         """Rank 0's message on every rank."""
         if self._group is None:
             return message
-        data = _to_tensor(message)
+        data = json_to_tensor(message)
         length = torch.tensor([data.numel()])
         dist.broadcast(length, group=self._group, group_src=0)
         if self.rank != 0:
             data = torch.zeros(int(length), dtype=torch.uint8)
         dist.broadcast(data, group=self._group, group_src=0)
-        return _from_tensor(data)
+        return tensor_to_json(data)
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
@@ -92,11 +92,3 @@ def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | Non
         return {"error": str(error)}, error
     except Exception as error:  # a rank that fails silently would leave the others waiting
         return {"error": first_line(error)}, error
-
-
-def _to_tensor(message: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-
-
-def _from_tensor(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())

@@ -47,9 +47,17 @@ def _after(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:
 
 def gather_json(message: Any, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's ``message``, in rank order, on every rank."""
-    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    data = json_to_tensor(message)
     sizes = all_gather(torch.tensor([data.numel()]), group).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: data.numel()] = data
     rows = all_gather(padded, group)
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [tensor_to_json(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def json_to_tensor(message: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+
+
+def tensor_to_json(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
