@@ -1,0 +1,184 @@
+"""What our optimizers share: a step over whole lists of parameters, checked settings, state that survives a load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from echelon.errors import UsageError
+from echelon.optim.sharing import SharingOptimizer
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a setting must satisfy, as a test and in words."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+    def check(self, owner: str, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            return  # a learning rate kept on the device: looking at it would wait for the device
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not self.holds(value):
+            raise UsageError(f"{owner}({name}={value!r}): expected {self.words}")
+
+
+NOT_NEGATIVE = Bound(lambda value: value >= 0, "a number of 0 or more")
+POSITIVE = Bound(lambda value: value > 0, "a number above 0")
+FRACTION = Bound(lambda value: 0 <= value < 1, "a number from 0 up to, not including, 1")
+
+
+@dataclass
+class Bundle:
+    """Parameters of one group that one call can treat alike: of one device, one dtype and one age."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+    def state(self, key: str) -> list[Tensor]:
+        return [state[key] for state in self.states]
+
+    def picked(self, wanted: list[bool]) -> Bundle:
+        """The part of it where ``wanted``."""
+
+        def pick(items: list[Any]) -> list[Any]:
+            return [item for item, want in zip(items, wanted, strict=True) if want]
+
+        return Bundle(self.group, pick(self.params), pick(self.grads), pick(self.states))
+
+
+class ForeachOptimizer(SharingOptimizer):
+    """A torch optimizer whose step takes bundles of parameters instead of one after the other.
+
+    16-bit parameters have their state, and their arithmetic, in fp32: momentum in bfloat16 loses every contribution
+    smaller than 1/256 of it.
+    """
+
+    bounds: ClassVar[dict[str, Bound]] = {}
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._check(defaults)
+        try:
+            super().__init__(params, defaults)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{type(self).__name__}: {' '.join(str(error).split())}") from None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            self._check(param_group)
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update. ``closure``, where given, computes the loss and its gradients first; its loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for bundle in self._bundles(group):
+                self._update(bundle)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, except that fp32 state of 16-bit parameters stays fp32."""
+        super().load_state_dict(state_dict)
+        self._restore_precision(state_dict)
+
+    def _restore_precision(self, stored: dict[str, Any]) -> None:
+        for group, kept in zip(self.param_groups, stored["param_groups"], strict=True):
+            for param, key in zip(group["params"], kept["params"], strict=True):
+                if param.dtype in HALVES and key in stored["state"]:
+                    self.state[param] = {
+                        name: value.to(param.device, torch.float32, copy=True) if isinstance(value, Tensor) else value
+                        for name, value in stored["state"][key].items()
+                    }
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        for name, bound in self.bounds.items():
+            if name in settings:
+                values = settings[name] if isinstance(settings[name], tuple | list) else [settings[name]]
+                for value in values:
+                    bound.check(type(self).__name__, name, value)
+
+    def _bundles(self, group: dict[str, Any]) -> Iterator[Bundle]:
+        # Runs for every parameter at every step, and on a GPU the device waits for it: hence the local names, and keys
+        # that are compared with the last one before they are hashed.
+        found: dict[Any, Bundle] = {}
+        last: Any = None
+        states, dense = self.state, torch.strided
+        for index, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout is not dense:
+                self._refuse(group, index)
+            state = states[param]
+            if not state:
+                if not param.dtype.is_floating_point:
+                    self._refuse(group, index)
+                state.update(self._begin(param, group))
+            key = (param.dtype, param.device, state.get("step"))
+            if key != last:
+                bundle, last = found.setdefault(key, Bundle(group, [], [], [])), key
+            bundle.params.append(param)
+            bundle.grads.append(grad)
+            bundle.states.append(state)
+        yield from found.values()
+
+    def _refuse(self, group: dict[str, Any], index: int) -> None:
+        param = group["params"][index]
+        names = group.get("param_names")
+        which = f"'{names[index]}'" if names else f"of shape {tuple(param.shape)}"
+        ours = type(self).__name__
+        if not param.dtype.is_floating_point:
+            raise UsageError(f"{ours} trains floating-point parameters, and parameter {which} is {param.dtype}")
+        raise UsageError(
+            f"{ours} needs dense gradients, and parameter {which} has a sparse one; use sparse=False, or give that "
+            "parameter to torch.optim.SparseAdam"
+        )
+
+    def _begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first step."""
+        raise NotImplementedError
+
+    def _update(self, bundle: Bundle) -> None:
+        raise NotImplementedError
+
+
+def zeros_for(param: Tensor) -> Tensor:
+    """Zeros for a parameter's state: its shape and memory layout, in fp32 at least."""
+    dtype = torch.float32 if param.dtype in HALVES else param.dtype
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def in_full(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors themselves, or fp32 copies of 16-bit ones."""
+    if tensors[0].dtype not in HALVES:
+        return tensors
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def write_back(params: list[Tensor], values: list[Tensor]) -> None:
+    """The end of what ``in_full`` began."""
+    if values is not params:
+        torch._foreach_copy_(params, values)

@@ -1,0 +1,135 @@
+"""Learning-rate schedules: a decay, times a warm-up. The names are those of the parameter table users know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from echelon.errors import UsageError, nearest
+
+#: scheme: (the part of all steps after which halving starts, how many times)
+LUONG = {"luong234": (2 / 3, 4), "luong5": (1 / 2, 5), "luong10": (1 / 2, 10)}
+DECAYS = ("fixed", "exponential", "polynomial", *LUONG)
+POSITION = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
+
+
+class Schedule(LRScheduler):
+    """``lr = warm-up(step) * decay(step)``, for each parameter group from its own learning rate. Step it once a step.
+
+    decay:        "fixed"        the learning rate as it is
+                  "exponential"  times ``decay_factor`` after every ``decay_steps``
+                  "polynomial"   a straight line to ``end_lr`` over ``decay_steps``, by default ``total_steps``
+                  "luong234"     from 2/3 of ``total_steps`` on, halved 4 times: at even distances, the first time there
+                  "luong5"       from 1/2 on, 5 times
+                  "luong10"      from 1/2 on, 10 times
+    end_lr:       no decay goes below it
+    warmup:       "t2t"          from a hundredth, exponentially, over ``warmup_steps``
+                  "linear"       in equal parts: 1/n in the first step, all of it in the n-th
+
+    What is saved is the position alone; the shape is what this run asked for.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        total_steps: int | None = None,
+        decay: str = "fixed",
+        warmup_steps: int = 0,
+        warmup: str = "t2t",
+        end_lr: float = 0.0,
+        decay_steps: int | None = None,
+        decay_factor: float = 0.94,
+    ) -> None:
+        if decay == "polynomial" and decay_steps is None:
+            decay_steps = total_steps
+        _check_words(decay, warmup)
+        _check_counts(decay, total_steps, warmup_steps, decay_steps)
+        _check_rates(end_lr, decay_factor)
+        self.total_steps, self.decay, self.decay_steps, self.decay_factor = (
+            total_steps,
+            decay,
+            decay_steps,
+            decay_factor,
+        )
+        self.warmup, self.warmup_steps, self.end_lr = warmup, warmup_steps, end_lr
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at this step; a closed form, so that it cannot drift."""
+        step = self.last_epoch
+        return [self._decayed(base, step) * self._warmth(step) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in POSITION}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        unknown = set(POSITION) - set(state_dict)
+        if unknown:
+            raise UsageError(f"this is no Schedule's state: it lacks {sorted(unknown)[0]!r}")
+        self.__dict__.update({name: state_dict[name] for name in POSITION})
+
+    def _decayed(self, base: float | Tensor, step: int) -> float | Tensor:
+        floor = min(base, self.end_lr)  # a floor never lifts what lies below it
+        if self.decay == "polynomial":
+            assert self.decay_steps is not None
+            return floor + (base - floor) * (1 - min(step / self.decay_steps, 1.0))
+        return max(base * self._factor(step), floor)
+
+    def _factor(self, step: int) -> float:
+        if self.decay == "exponential":
+            assert self.decay_steps is not None
+            return float(self.decay_factor ** (step // self.decay_steps))
+        if self.decay in LUONG:
+            return 0.5 ** self._halvings(step)
+        return 1.0
+
+    def _halvings(self, step: int) -> int:
+        assert self.total_steps is not None
+        part, times = LUONG[self.decay]
+        start = round(self.total_steps * part)
+        if step < start:
+            return 0
+        rest = max(self.total_steps - start, 1)
+        return min(1 + (step - start) * times // rest, times)
+
+    def _warmth(self, step: int) -> float:
+        if step >= self.warmup_steps:
+            return 1.0
+        if self.warmup == "linear":
+            return (step + 1) / self.warmup_steps
+        return math.exp(math.log(0.01) * (self.warmup_steps - step) / self.warmup_steps)
+
+
+def _check_words(decay: str, warmup: str) -> None:
+    if decay not in DECAYS:
+        raise UsageError(f"Schedule(decay={decay!r}) is unknown{nearest(str(decay), DECAYS)}")
+    if warmup not in ("t2t", "linear"):
+        raise UsageError(f"Schedule(warmup={warmup!r}) is unknown{nearest(str(warmup), ('t2t', 'linear'))}")
+
+
+def _check_counts(decay: str, total: int | None, warmup: int, decay_steps: int | None) -> None:
+    for name, value, least in (("total_steps", total, 1), ("warmup_steps", warmup, 0), ("decay_steps", decay_steps, 1)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise UsageError(f"Schedule({name}={value!r}): expected a whole number of {least} or more")
+    if decay in LUONG and total is None:
+        raise UsageError(f"Schedule(decay='{decay}') needs total_steps: it decays over the last part of them")
+    if decay == "polynomial" and decay_steps is None:
+        raise UsageError("Schedule(decay='polynomial') needs total_steps, or decay_steps: when to arrive at end_lr")
+    if decay == "exponential" and decay_steps is None:
+        raise UsageError("Schedule(decay='exponential') needs decay_steps: after how many to multiply by decay_factor")
+
+
+def _check_rates(end_lr: float, factor: float) -> None:
+    tests: tuple[tuple[str, float, Callable[[float], bool], str], ...] = (
+        ("end_lr", end_lr, lambda value: value >= 0, "a number of 0 or more"),
+        ("decay_factor", factor, lambda value: 0 < value <= 1, "a number above 0, up to 1"),
+    )
+    for name, value, holds, words in tests:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not holds(value):
+            raise UsageError(f"Schedule({name}={value!r}): expected {words}")
