@@ -5,7 +5,19 @@ from echelon.engine import Engine
 from echelon.errors import EchelonError
 from echelon.keep import Checkpoint
 from echelon.plan import Plan
-from echelon.strategy import Reduction, Strategy
+from echelon.strategy import (
+    AdaptiveLocalSgd,
+    Amp,
+    Dgc,
+    Lamb,
+    Lars,
+    LocalSgd,
+    LrScaling,
+    Outer,
+    Recompute,
+    Reduction,
+    Strategy,
+)
 from echelon.watch import Log
 from echelon.world import (
     barrier,
@@ -25,11 +37,20 @@ from echelon.world import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveLocalSgd",
+    "Amp",
     "Checkpoint",
+    "Dgc",
     "EchelonError",
     "Engine",
+    "Lamb",
+    "Lars",
+    "LocalSgd",
     "Log",
+    "LrScaling",
+    "Outer",
     "Plan",
+    "Recompute",
     "Reduction",
     "Strategy",
     "barrier",

@@ -85,6 +85,30 @@ def export(
     print(f"echelon: {count} tensors of {found} written to {out}")
 
 
+@app.command()
+def explain(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE|NAME=VALUE",
+            help="A .yaml or .json file, settings such as localsgd.k_steps=4, or both.",
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="What makes the model: package.module:callable or path/to/file.py:callable.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Size of the job.")] = 2,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(help="How many of them share a host.", show_default="all")
+    ] = None,
+) -> None:
+    """Say what a strategy will do to a step, in which order, and what it costs."""
+    from echelon.strategy.command import explain_words
+
+    print(explain_words(settings or [], model, ranks, ranks_per_host))
+
+
 def main() -> None:
     """The entry point: a user's mistake is one line on stderr and exit code 2, never a traceback of ours."""
     sys.exit(_exit_code())

@@ -16,6 +16,8 @@ from echelon.keep import Checkpoint, Scheduler
 from echelon.objective import LossFunction
 from echelon.parallel.agree import agree
 from echelon.parallel.batch_norm import synchronize
+from echelon.parallel.precision import check_precision
+from echelon.parallel.recompute import apply_recompute
 from echelon.parallel.replicate import broadcast_state
 from echelon.plan import Plan, make_plan
 from echelon.strategy import Strategy
@@ -49,14 +51,17 @@ def distribute(
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model.to(world.device)
     optimizers = _named(optimizer)
-    made = make_plan(model, optimizers, strategy or Strategy(), world.size)
+    made = make_plan(model, optimizers, strategy or Strategy(), world.size, world.place.local_world_size)
     chosen = _checked(plan, made) if plan else made
+    check_precision(chosen.amp, world.device)
     if world.control is not None:
         agree(chosen, world.control)
         broadcast_state(model)
         if chosen.sync_batch_norm:
             synchronize(model, chosen.sync_batch_norm, dist.new_group(backend=world.backend))
         worlds.seed_for_rank(world.seed, world.rank)
+    if chosen.recompute or chosen.chains:
+        apply_recompute(model, chosen.recompute, chosen.chains, offload=chosen.offload, group=world.control)
     engine = Engine(world, model, loss, optimizers, _listed(scheduler), chosen, checkpoint, log or Log())
     engine.announce()
     engine.resume()

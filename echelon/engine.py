@@ -26,8 +26,13 @@ from echelon.objective import LossFunction, Objective, as_batch, count_samples, 
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
+from echelon.parallel.dgc import make_peers
 from echelon.parallel.gradients import Gradients
+from echelon.parallel.local import LocalSteps
+from echelon.parallel.precision import Scaler
+from echelon.parallel.rates import rate_factor, scaled_rates
 from echelon.parallel.replicate import average_buffers
+from echelon.parallel.succession import replaced_decay, successors
 from echelon.parallel.tally import Tally
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
@@ -51,13 +56,24 @@ class Engine:
         log: Log,
     ) -> None:
         self.world, self.model, self.plan = world, model, plan
-        self.optimizers, self.schedulers = optimizers, schedulers
-        self.steps = 0  #: optimizer steps taken so far
+        self.schedulers = schedulers
+        self.steps = 0  #: updates so far, those that an overflow skipped included
         self._group = dist.group.WORLD if world.size > 1 else None
         self._objective = Objective(model, loss, plan.amp, world.device)
+        self._given = optimizers  # what the user made, and schedules drive
+        peers = make_peers(plan, world) if plan.dgc else None
+        self._notices = replaced_decay(plan, optimizers)
+        self.optimizers = successors(plan, optimizers, model, peers)  #: what takes the steps
+        self._scaler = Scaler(plan.amp)
         groups = [dist.new_group(backend=world.backend) for _ in range(plan.communicators)] if self._group else []
-        self._gradients = Gradients(plan, dict(model.named_parameters()), optimizers, groups)
-        self._keeper = Keeper(world, model, optimizers, schedulers, self._gradients, checkpoint)
+        self._local = LocalSteps(plan, model, self.optimizers, self._scaler, groups[0]) if plan.local else None
+        self._together = None if self._local else self._group  # who shares every step
+        self._gradients = Gradients(
+            plan, dict(model.named_parameters()), self.optimizers, groups if self._together else [], self._scaler, peers
+        )
+        self._keeper = Keeper(
+            world, model, self.optimizers, schedulers, self._gradients, self._scaler, self._local, checkpoint
+        )
         self._watch = Watch(log, world.device, world.rank)
         self._clock = self._watch.clock
         self._owned = len(_parameters_of(optimizers))
@@ -73,6 +89,8 @@ class Engine:
     def step(self, *batch: Any, samples: float | None = None, **named: Any) -> Tensor:
         """Forward, backward, reduce, clip, update. Returns the mean loss over the global batch.
 
+        Where ranks step alone (localsgd) it is the mean loss over this rank's own batch.
+
         ``samples`` is this rank's weight in that mean, by default the length of the batch's first dimension; give it
         where that is not what the loss averages over (tokens, say).
         """
@@ -83,8 +101,8 @@ class Engine:
             with idle(count == 0):
                 loss = self._loss(inputs)
                 self._clock.lap("forward")
-                tally = Tally(loss, count, self.plan.reduce_op, self._group)
-                self._gradients.add(loss, count, tally, self._clock)
+                tally = Tally(loss, count, self.plan.reduce_op, self._together)
+                self._gradients.add(loss, count, tally, self._clock, self.steps)
             self._note_loss(tally)
         if self._gradients.ready:
             self._apply(self.optimizers, tally)
@@ -106,8 +124,8 @@ class Engine:
         """
         chosen, weight = self._chosen(optimizer), 1.0 if samples is None else samples
         with self._explained():
-            tally = Tally(self._local_loss.to(self.world.device), weight, self.plan.reduce_op, self._group)
-            self._gradients.reduce(chosen, weight, tally)
+            tally = Tally(self._local_loss.to(self.world.device), weight, self.plan.reduce_op, self._together)
+            self._gradients.reduce(chosen, weight, tally, self.steps)
             self._note_loss(tally)
         self._local_loss = torch.zeros(())
         self._apply(chosen, tally)
@@ -120,12 +138,14 @@ class Engine:
         ``data`` is a data set, shared out in batches of ``batch_size`` (64) a replica, or an iterable of batches that
         are this rank's own.
         """
-        self._settle_statistics()
         self._share = None
         batches = data
         if batch_size is not None or isinstance(data, Dataset):
             batches = self._make_loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
-        results = evaluate(self.model, self._objective, batches, metrics, self.world.device, self._group, self._taken)
+        with self._as_one_model():
+            results = evaluate(
+                self.model, self._objective, batches, metrics, self.world.device, self._group, self._taken
+            )
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
         return results
 
@@ -148,8 +168,9 @@ class Engine:
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
         self._check_losses(0)  # nothing is kept that came of a loss nobody has looked at
-        self._settle_statistics()
-        return self._keeper.save(directory, self.steps, wait)
+        own = self._keeper.own_state()
+        with self._as_one_model():
+            return self._keeper.save(directory, self.steps, own, wait)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
@@ -182,25 +203,43 @@ class Engine:
     # ---- inside a step ----
 
     def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally) -> None:
-        if self.plan.clip is not None:
-            clip_gradients(_parameters_of(optimizers), self.plan.clip)
         self._refuse_new_parameters()
-        for optimizer in optimizers.values():
-            optimizer.step()
-        for scheduler in self.schedulers:
-            if scheduler.optimizer in optimizers.values():
-                scheduler.step()
+        rate = float(next(iter(optimizers.values())).param_groups[0]["lr"])
+        if not (self._gradients.overflowed or self._gradients.empty):
+            self._update_weights(optimizers)
+        if self._scaler.active:
+            self._tell(self._scaler.update(finite=not self._gradients.overflowed))
+        samples = tally.samples * (self.world.size if self._local else 1)
         self._gradients.applied()
         self.steps += 1
+        if self._local:
+            with self._explained():
+                self._tell(self._local.after_step(self.steps, tally.local, rate))
         self._clock.lap("update")
-        rate = float(next(iter(optimizers.values())).param_groups[0]["lr"])
-        self._watch.step(self.steps, tally.loss, tally.samples, rate, self._total_steps())
+        self._watch.step(
+            self.steps, tally.loss, samples, rate * rate_factor(self.plan, self.steps), self._total_steps()
+        )
         if self._keeper.due(self.steps):
             self.save()
 
+    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        if self.plan.clip is not None:
+            clip_gradients(_parameters_of(optimizers), self.plan.clip)
+        with scaled_rates(optimizers.values(), rate_factor(self.plan, self.steps + 1)):
+            for optimizer in optimizers.values():
+                optimizer.step()
+        stepped = [self._given[key] for key in optimizers]
+        for scheduler in self.schedulers:
+            if scheduler.optimizer in stepped:
+                scheduler.step()
+
+    def _tell(self, news: str | None) -> None:
+        if news is not None:
+            self.say(f"step {self.steps + 1}: {news}")
+
     def _refuse_new_parameters(self) -> None:
         """What was given to an optimizer after the plan was made is reduced by nobody."""
-        if self.world.size > 1 and len(_parameters_of(self.optimizers)) != self._owned:
+        if self.world.size > 1 and len(_parameters_of(self._given)) != self._owned:
             raise UsageError("an optimizer was given more parameters after distribute(); call distribute() again")
 
     def _loss(self, inputs: Any) -> Tensor:
@@ -225,8 +264,11 @@ class Engine:
     def _note_loss(self, tally: Tally) -> None:
         """Raise on every rank, before the update, when the global loss is not finite.
 
-        On a GPU the host would have to wait for the loss, so there it is looked at one step later.
+        On a GPU the host would have to wait for the loss, so there it is looked at one step later. With a loss scale,
+        a loss that is not finite is an overflow like others: its gradients are not finite, and the step is skipped.
         """
+        if self._scaler.active:
+            return
         self._unchecked.append((self.steps + 1, Late(tally.loss), tally))
         self._check_losses(self._lag)
 
@@ -237,9 +279,10 @@ class Engine:
                 self._refuse_loss(step, tally)
 
     def _refuse_loss(self, step: int, tally: Tally) -> None:
-        local = float(tally.local)
-        losses = gather_json(local, self.world.control) if self.world.control else [local]
-        bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        losses = {self.world.rank: float(tally.local)}
+        if self._together and self.world.control:
+            losses = dict(enumerate(gather_json(losses[self.world.rank], self.world.control)))
+        bad = [rank for rank, value in losses.items() if not math.isfinite(value)]
         where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
         raise LossError(
             f"the loss is {losses[bad[0]]} at step {step} on {where}; lower the learning rate, clip gradients, or "
@@ -272,8 +315,11 @@ class Engine:
         self.say(f"{self.world.size} x {self.world.device.type} ({self.world.backend}), {self.world.place.launcher}")
         for line in self.plan.describe().splitlines():
             self.say(line)
+        for notice in self._notices:
+            self.say(notice)
         if self._has_local_statistics():
-            self.say("batch norm: statistics per replica (inexact); sync_batch_norm=True gives those of one process")
+            remedy = "" if self._local else "; sync_batch_norm=True gives those of one process"
+            self.say(f"batch norm: statistics per replica (inexact){remedy}")
         owned = {id(p) for p in _parameters_of(self.optimizers)}
         left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in owned]
         if left:
@@ -318,10 +364,16 @@ class Engine:
     def _has_local_statistics(self) -> bool:
         return self.world.size > 1 and not self.plan.sync_batch_norm and bool(batch_norm_names(self.model))
 
-    def _settle_statistics(self) -> None:
-        """Replicas that kept their own batch-norm statistics agree on one set before it is used or stored."""
+    @contextlib.contextmanager
+    def _as_one_model(self) -> Iterator[None]:
+        """What is shown or stored is one model: replicas that differ agree on their average first."""
+        if self._local:
+            with self._explained(), self._local.averaged():
+                yield
+            return
         if self._has_local_statistics():
             average_buffers(self.model)
+        yield
 
     def _total_steps(self) -> int | None:
         total = self._loader.total_steps if self._loader else None

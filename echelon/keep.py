@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 from echelon.data import Loader
 from echelon.errors import CheckpointError, UsageError
+from echelon.parallel.collective import gather_json
+from echelon.parallel.dgc import SparseMomentum
 from echelon.parallel.gradients import Gradients
+from echelon.parallel.local import LocalSteps
+from echelon.parallel.precision import Scaler
 from echelon.state import (
     decode,
     encode,
@@ -54,7 +58,7 @@ class Checkpoint:
 
 
 class Keeper:
-    """Knows every part of a run that has state: model, optimizers, schedulers, gradients, loaders, random streams."""
+    """Knows every part of a run that has state, from the weights to the random streams."""
 
     def __init__(
         self,
@@ -63,10 +67,14 @@ class Keeper:
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Sequence[Scheduler],
         gradients: Gradients,
+        scaler: Scaler,
+        local: LocalSteps | None,
         settings: Checkpoint | None,
     ) -> None:
         self._world, self._model = world, model
         self._optimizers, self._schedulers, self._gradients = optimizers, schedulers, gradients
+        self._scaler, self._local = scaler, local
+        self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
         self._settings = settings
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
@@ -83,14 +91,22 @@ class Keeper:
         if index < len(self._loader_states):
             loader.load_state_dict(self._loader_states[index])
 
-    def save(self, directory: str | Path | None, step: int, wait: bool | None) -> Path:
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank alone has of weights and optimizer state, where ranks step alone. To be asked before ranks
+        show their average."""
+        if self._local is None:
+            return {}
+        own = model_tensors(self._model) | optimizer_state(self._model, self._optimizers)[0]
+        return {f"local.{self._world.rank}.{name}": value.clone() for name, value in own.items()}
+
+    def save(self, directory: str | Path | None, step: int, own: dict[str, Tensor], wait: bool | None) -> Path:
         place = directory if directory is not None else (self._settings.dir if self._settings else None)
         if place is None:
             raise UsageError(
                 "save() needs a directory: save('ckpt'), or distribute(..., checkpoint=Checkpoint(dir=...))"
             )
         tensors, facts = self._state()
-        return self._writer(Path(place)).save(step, tensors, facts, wait)
+        return self._writer(Path(place)).save(step, tensors | own, facts, wait)
 
     def load(self, path: str | Path) -> Stored:
         """Restore everything; returns what it was restored from."""
@@ -99,10 +115,14 @@ class Keeper:
         stored = Stored(find(path))
         stored.load(model_tensors(self._model))
         facts = stored.facts
-        kept = {name: stored.read(name) for name in stored.names() if name.startswith("optimizer.")}
+        self._restore_strategies(stored)
+        prefix = self._own_prefix(stored)
+        kept = _read(stored, f"{prefix}optimizer.", drop=prefix)
         restore_optimizers(self._optimizers, self._model, facts["optimizers"], kept)
         self._restore_schedulers(facts["schedulers"])
-        self._gradients.restore(facts["gradients"], self._merged_gradients(stored))
+        mine = self._facts_of_rank(stored)
+        self._gradients.restore(mine["gradients"], self._merged_gradients(stored))
+        self._scaler.restore(mine["scaler"])
         self._loader_states = facts["loaders"]
         for loader, state in zip(self._loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
@@ -126,14 +146,59 @@ class Keeper:
         kept, optimizers = optimizer_state(self._model, self._optimizers)
         tensors = model_tensors(self._model) | kept | random_state(rank, self._world.device)
         tensors |= {f"merge.{rank}.{name}": grad for name, grad in self._gradients.unreduced().items()}
+        for key, compressor in self._compressors.items():
+            owed = compressor.residual.tensors() if compressor.leads else {}
+            tensors |= {f"dgc.{rank}.{key}.{name}": value for name, value in owed.items()}
+        if self._local is not None:
+            tensors |= {f"sync.{name}": value for name, value in self._local.tensors().items()}
+        mine = {
+            "gradients": self._gradients.facts(),
+            "scaler": self._scaler.facts(),
+            "local": self._local.facts() if self._local else None,
+        }
         facts = {
+            "ranks": gather_json(mine, self._world.control) if self._world.control else [mine],
             "aliases": model_aliases(self._model),
             "optimizers": optimizers,
             "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._loaders],
-            "gradients": self._gradients.facts(),
         }
         return tensors, facts
+
+    def _facts_of_rank(self, stored: Stored) -> dict[str, Any]:
+        """What this rank noted; on another number of ranks, what rank 0 noted."""
+        same = stored.world_size == self._world.size
+        mine: dict[str, Any] = stored.facts["ranks"][self._world.rank if same else 0]
+        return mine
+
+    def _own_prefix(self, stored: Stored) -> str:
+        """Ranks that stepped alone have weights and optimizer state of their own, unless their number has changed."""
+        prefix = f"local.{self._world.rank}."
+        alone = self._local is not None and stored.world_size == self._world.size
+        return prefix if alone and any(name.startswith(prefix) for name in stored.names()) else ""
+
+    def _restore_strategies(self, stored: Stored) -> None:
+        for key, compressor in self._compressors.items():
+            compressor.residual.clear()
+            for rank in self._inherited(stored):
+                owed = _read(stored, f"dgc.{rank}.{key}.", drop=f"dgc.{rank}.{key}.")
+                for name in compressor.names if owed else ():
+                    compressor.residual.add(name, owed[f"u.{name}"], owed[f"v.{name}"])
+        if self._local is None:
+            return
+        prefix = self._own_prefix(stored)
+        facts = self._facts_of_rank(stored)["local"] if prefix else None
+        self._local.restore(_read(stored, "sync.", drop="sync."), facts)
+        own = _read(stored, f"{prefix}model.", drop=prefix) if prefix else {}
+        with torch.no_grad():
+            for name, value in model_tensors(self._model).items() if own else ():
+                value.copy_(own[name])
+
+    def _inherited(self, stored: Stored) -> list[int]:
+        """Whose sums this rank goes on with: its own; on another number of ranks, rank 0 takes those of all."""
+        if stored.world_size == self._world.size:
+            return [self._world.rank]
+        return list(range(stored.world_size)) if self._world.rank == 0 else []
 
     def _restore_schedulers(self, states: Sequence[Any]) -> None:
         if len(states) != len(self._schedulers):
@@ -145,11 +210,11 @@ class Keeper:
 
     def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """This rank's merged gradients. They are sums, so on another number of ranks rank 0 may hold them all."""
-        same = stored.world_size == self._world.size
+        inherited = self._inherited(stored)
         for full in stored.names():
             kind, _, rest = full.partition(".")
             rank, _, name = rest.partition(".")
-            if kind == "merge" and (int(rank) == self._world.rank if same else self._world.rank == 0):
+            if kind == "merge" and int(rank) in inherited:
                 yield name, lambda full=full: stored.read(full)  # type: ignore[misc]
 
     def _restore_random(self, stored: Stored) -> None:
@@ -175,3 +240,8 @@ class Keeper:
                 timeout=self._world.timeout,
             )
         return self._writers[directory]
+
+
+def _read(stored: Stored, prefix: str, drop: str) -> dict[str, Tensor]:
+    """The stored tensors whose names begin so, under their names without ``drop``."""
+    return {name.removeprefix(drop): stored.read(name) for name in stored.names() if name.startswith(prefix)}

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import DataError, LossError, UsageError
+from echelon.parallel.precision import DTYPES
+from echelon.strategy import Amp
 
 LossFunction = Callable[..., Tensor]
-AMP = {"bf16": torch.bfloat16}
 
 
 class Objective:
     """The model and its loss as one function of a batch."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, amp: str | None, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, amp: Amp | None, device: torch.device) -> None:
         self._model, self._loss, self._amp, self._device = model, loss, amp, device
         self._accepts = _accepted_names(model)
 
@@ -60,7 +61,7 @@ class Objective:
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._amp is None:
             return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=AMP[self._amp])
+        return torch.autocast(self._device.type, dtype=DTYPES[self._amp.dtype])
 
 
 def as_batch(args: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> Any:

@@ -59,13 +59,15 @@ def errors(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: f
     return [f"{end.kind}: {end.line}" if isinstance(end, Raised) else "" for end in results]
 
 
-def run_raw(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60, **kwargs: Any) -> list[Any]:
-    """What became of every rank: its result, or ``Raised``, or ``Died``."""
+def run_raw(
+    rank_main: Callable[..., Any], *args: Any, ranks: int = 2, hosts: int = 1, timeout: float = 60, **kwargs: Any
+) -> list[Any]:
+    """What became of every rank: its result, or ``Raised``, or ``Died``. Ranks are told they are on ``hosts`` hosts."""
     port = free_port()
     pipes, processes = [], []
     for rank in range(ranks):
         mine, theirs = _context.Pipe()
-        env = _environment(rank, ranks, port)
+        env = _environment(rank, ranks, hosts, port)
         process = _context.Process(
             target=_rank_entry, args=(theirs, env, rank_main, args, kwargs)
         )  # not a daemon: its loaders have workers
@@ -127,15 +129,16 @@ def _rank_entry(pipe: Connection, env: dict[str, str], rank_main: Callable[..., 
     os._exit(0)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, hosts: int, port: int) -> dict[str, str]:
     if ranks == 1:
         return {}
+    here = ranks // hosts
     values = {
         "RANK": rank,
         "WORLD_SIZE": ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": ranks,
-        "GROUP_RANK": 0,
+        "LOCAL_RANK": rank % here,
+        "LOCAL_WORLD_SIZE": here,
+        "GROUP_RANK": rank // here,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }

@@ -110,7 +110,7 @@ def reduced_on_the_wire(wire: str) -> tuple[np.ndarray, np.ndarray]:
     echelon.init()
     net = nn.Linear(4, 3, bias=False)
     nn.init.constant_(net.weight, 0.5)
-    strategy = Strategy(reduction=Reduction(wire=wire))  # type: ignore[arg-type]
+    strategy = Strategy(fp16_allreduce=wire)  # type: ignore[arg-type]
     engine = echelon.distribute(net, loss=F.mse_loss, optimizer=sgd(net), strategy=strategy, log=QUIET)
     x, y = (torch.randn(6, n, generator=torch.Generator().manual_seed(5 + n)) for n in (4, 3))
     engine.step(*rows((x, y)))

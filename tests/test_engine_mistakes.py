@@ -161,7 +161,7 @@ def test_unknown_options_suggest_the_nearest() -> None:
         echelon.distribute(net, optimizer=sgd(net), stratgy=1)
     with pytest.raises(UsageError, match="no option 'gradient_mege'; did you mean 'gradient_merge'"):
         Strategy(gradient_mege=2)  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="expected 'bf16' or None"):
+    with pytest.raises(UsageError, match="expected bool, 'bf16', 'fp16', Amp or None"):
         Strategy(amp="bf61")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Strategy\(gradient_merge=True\): expected int"):
         Strategy(gradient_merge=True)

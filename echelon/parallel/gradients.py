@@ -1,14 +1,18 @@
-"""Between a loss and gradients that are ready to be applied: merging steps, weighting by samples, reducing."""
+"""Between a loss and gradients that are ready to be applied: weighting by samples, merging, reducing, unscaling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
+from echelon.parallel.collective import start_small_sum
+from echelon.parallel.dgc import Peers, SparseMomentum
+from echelon.parallel.precision import Scaler
 from echelon.parallel.reduce import Reducer
 from echelon.parallel.tally import Tally
 from echelon.plan import Plan
@@ -16,67 +20,79 @@ from echelon.watch.clock import Clock
 
 
 class Gradients:
-    """The gradients of one model. ``groups`` carry the buckets; empty when this process is the whole job."""
+    """The gradients of one model. ``groups`` carry the buckets; empty when this process steps alone."""
 
     def __init__(
         self,
         plan: Plan,
         parameters: Mapping[str, nn.Parameter],
-        optimizers: Iterable[str],
+        optimizers: Mapping[str, torch.optim.Optimizer],
         groups: Sequence[dist.ProcessGroup],
+        scaler: Scaler,
+        peers: Peers | None = None,
     ) -> None:
-        self._plan, self._parameters = plan, parameters
-        self._reducers = {key: Reducer(plan, key, parameters, groups) for key in optimizers} if groups else {}
+        self._plan, self._parameters, self._scaler = plan, parameters, scaler
+        within = peers.within if peers else None
+        self._reducers = {key: Reducer(plan, key, parameters, groups, within) for key in optimizers} if groups else {}
+        self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
+        self._owned = {key: [p for group in o.param_groups for p in group["params"]] for key, o in optimizers.items()}
+        self._flags = groups[0] if groups and self._compressors else None  # ranks must agree on an overflow
         self._frozen = [(spec.name, parameters[spec.name]) for spec in plan.model if not spec.trainable]
         self._sum = plan.reduce_op == "sum"
         # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
         self._plain = not groups and plan.gradient_merge == 1
-        self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_assumption``
+        self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_weight``
         self.merged = 0  #: forward passes since the last update
         self.merged_samples: Tensor | float = 0.0  #: samples all ranks saw in them
+        self._own_samples = 0.0  # and this rank alone
+        self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
         self._stale = True  # those of a finished update stay readable until the next backward begins
 
     @property
     def ready(self) -> bool:
         return self.merged == self._plan.gradient_merge
 
-    def add(self, loss: Tensor, samples: float, tally: Tally, clock: Clock) -> None:
+    @property
+    def empty(self) -> bool:
+        """Only where ranks step alone: this one has seen no sample, and has nothing to apply."""
+        return not self._reducers and isinstance(self.merged_samples, float | int) and self.merged_samples == 0
+
+    def add(self, loss: Tensor, samples: float, tally: Tally, clock: Clock, step: int) -> None:
         """Backward. The last of the merged passes also reduces, while backward runs.
 
-        Every rank scales its loss by its own sample count, so that gradients are sums that add up over ranks and
-        merged passes; one division by the global count gives the exact mean, however uneven the shares.
+        Every rank weights its loss by its part of the global batch, so that gradients are sums that add up over ranks
+        and merged passes to the exact mean, however uneven the shares.
         """
         self.clear()
         self.merged += 1
+        weight = self._weight(samples, tally)
         if self.ready:
-            for reducer in self._reducers.values():
-                reducer.arm(lambda: self._assumption(tally))
-        scaled = loss if self._plain or self._sum else loss * samples
-        scaled.backward()  # type: ignore[no-untyped-call]
+            self._arm(self._owned, step)
+        _scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
         clock.lap("backward")
+        self.merged_samples, self._own_samples = self.merged_samples + tally.samples, self._own_samples + samples
         if self.ready:
-            self._finish(tally)
+            self._finish(self._owned, step)
             clock.lap("communicate")
-        else:
-            self.merged_samples = self.merged_samples + tally.samples
 
     def add_local(self, loss: Tensor) -> None:
         """Backward and nothing else; ``reduce`` follows when the user says so."""
         self.clear()
-        loss.backward()  # type: ignore[no-untyped-call]
+        _scaled(loss, self._scaler.scale).backward()  # type: ignore[no-untyped-call]
 
-    def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally) -> None:
+    def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally, step: int) -> None:
         """Reduce what ``add_local`` gathered, this rank counting as ``samples``."""
-        self._refuse_thawed()
-        weight = 1.0 if self._sum else samples
-        for key in optimizers:
-            if key in self._reducers:
-                self._reducers[key].arm(lambda: weight * self._divisor(tally))
-                self._reducers[key].finish()
+        self.merged, self.merged_samples, self._own_samples = 1, tally.samples, samples
+        self.assumed = tally.samples
+        chosen = list(optimizers)
+        if self._reducers and not self._sum:
+            self._scale(samples / tally.samples)
+        self._arm(chosen, step)
+        self._finish(chosen, step)
 
     def applied(self) -> None:
         """The optimizer has used them."""
-        self.merged, self.merged_samples, self._stale = 0, 0.0, True
+        self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
 
     def clear(self) -> None:
         if self._stale:
@@ -93,29 +109,67 @@ class Gradients:
     def facts(self) -> dict[str, float | None]:
         """The numbers that belong to the training state."""
         assumed = None if self.assumed is None else float(self.assumed)
-        return {"merged": self.merged, "merged_samples": float(self.merged_samples), "assumed": assumed}
+        return {
+            "merged": self.merged, "merged_samples": float(self.merged_samples), "own_samples": self._own_samples,
+            "assumed": assumed,
+        }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any], unreduced: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
         """Take up merged gradients again. A parameter named more than once gets the sum."""
         self._stale = True
         self.clear()
-        self.merged, self.merged_samples, self.assumed = facts["merged"], facts["merged_samples"], facts["assumed"]
+        self.merged, self.assumed = facts["merged"], facts["assumed"]
+        self.merged_samples, self._own_samples = facts["merged_samples"], facts["own_samples"]
         for name, read in unreduced:
             parameter = self._parameters[name]
             grad = read().to(parameter.device)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _finish(self, tally: Tally) -> None:
+    def _weight(self, samples: float, tally: Tally) -> Tensor | float:
+        """What the loss counts for: its samples, as a part of all that the update will have seen.
+
+        The part is of the previous update's samples: waiting here for the true number would hold a quick rank's
+        backward until the slowest has done its forward pass. All ranks assume the same, so the sum can be put right
+        afterwards, in the rare step where it must be.
+        """
+        if self._plain:
+            return self._scaler.scale
+        if self._sum:
+            return self._scaler.scale / self._plan.gradient_merge
+        if self.assumed is None:
+            total = tally.samples * self._plan.gradient_merge
+            self.assumed = total if isinstance(total, Tensor) or total else 1.0
+        return samples * self._scaler.scale / self.assumed
+
+    def _arm(self, optimizers: Iterable[str], step: int) -> None:
+        for key in optimizers:
+            if key in self._reducers:
+                self._reducers[key].arm(compressing=self._sparsity(key, step) is not None)
+
+    def _sparsity(self, key: str, step: int) -> float | None:
+        return self._compressors[key].sparsity(step) if key in self._compressors else None
+
+    def _finish(self, optimizers: Collection[str], step: int) -> None:
         self._refuse_thawed()
-        for reducer in self._reducers.values():
-            reducer.finish()
-        if self._sum or self._plain:
-            return
-        actual = self.merged_samples + tally.samples
-        if self._reducers:
-            self._correct(actual)
-        else:
-            self._scale(1.0 / actual)
+        for key in optimizers:
+            if key in self._reducers:
+                self._reducers[key].finish()
+        if not (self._sum or self._plain or self.empty):
+            self._correct(self.merged_samples)
+        self.overflowed = self._scaler.active and not self._all_finite(optimizers)
+        for key in optimizers:
+            sparsity = self._sparsity(key, step)
+            if sparsity is not None and not self.overflowed:
+                own = self.merged_samples / self._own_samples if self._own_samples else 0.0
+                self._compressors[key].exchange(sparsity, magnify=own)
+
+    def _all_finite(self, optimizers: Iterable[str]) -> bool:
+        grads = [p.grad for key in optimizers for p in self._owned[key] if p.grad is not None]
+        finite = self._scaler.unscale(grads)
+        if self._flags is None:  # reduced gradients are the same everywhere, and so is the answer
+            return finite
+        device = next(iter(self._parameters.values())).device
+        return not float(start_small_sum(torch.tensor([0.0 if finite else 1.0], device=device), self._flags)())
 
     def _refuse_thawed(self) -> None:
         """A parameter that the plan does not reduce must not be trained: replicas would drift apart unseen."""
@@ -125,18 +179,6 @@ class Gradients:
                     f"'{name}' was frozen when distribute() was called and has a gradient now; "
                     "unfreeze it before distribute(), or call distribute() again"
                 )
-
-    def _assumption(self, tally: Tally) -> Tensor | float:
-        """What to scale by while sending: as if there were as many samples as last time.
-
-        Waiting for the true count here would hold a quick rank's backward until the slowest has done its forward
-        pass. All ranks assume the same, so the sum can be put right afterwards, in the rare step where it must be.
-        """
-        if self._sum:
-            return 1.0 / self._plan.gradient_merge
-        if self.assumed is None:
-            self.assumed = self.merged_samples + tally.samples
-        return 1.0 / self.assumed
 
     def _correct(self, actual: Tensor | float) -> None:
         assert self.assumed is not None
@@ -150,5 +192,6 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def _divisor(self, tally: Tally) -> Tensor | float:
-        return 1.0 / self._plan.gradient_merge if self._sum else 1.0 / tally.samples
+
+def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
+    return loss if isinstance(weight, float) and weight == 1.0 else loss * weight

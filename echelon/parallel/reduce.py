@@ -1,9 +1,11 @@
 """Reducing gradients over replicas, in buckets, while backward still runs.
 
 Autograd tells us when each parameter's gradient is complete. When a bucket's last one is, the bucket's
-gradients are scaled into one flat buffer (a single pass: the copy and the division are one kernel) and the
-buffer is all-reduced in the background. Afterwards ``parameter.grad`` is a view of the buffer, so nothing is
-copied back. Buckets leave in the plan's order on every rank, whatever order backward finishes them in.
+gradients are copied into one flat buffer and the buffer is all-reduced in the background. Afterwards
+``parameter.grad`` is a view of the buffer, so nothing is copied back. Buckets leave in the plan's order on every
+rank, whatever order backward finishes them in.
+
+Buckets that DGC compresses stay where they are, or are reduced inside the host only.
 
 A parameter that no rank used keeps ``grad = None``, as in one process: a zero instead would let weight decay and
 momentum move it. Each bucket therefore carries one flag a parameter behind the gradients: who used me?
@@ -19,13 +21,15 @@ from torch import Tensor, nn
 
 from echelon.errors import UsageError
 from echelon.parallel.sparse import reduce_sparse
+from echelon.parallel.wire import Sum, sum_over
 from echelon.plan import Bucket, Plan
-
-WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Reducer:
-    """Reduces the gradients of the plan's buckets that belong to one optimizer."""
+    """Reduces the gradients of the plan's buckets that belong to one optimizer.
+
+    ``within``: the ranks of this host, when buckets that are compressed are first reduced among them
+    """
 
     def __init__(
         self,
@@ -33,57 +37,68 @@ class Reducer:
         optimizer: str,
         parameters: Mapping[str, nn.Parameter],
         groups: Sequence[dist.ProcessGroup],
+        within: dist.ProcessGroup | None = None,
     ) -> None:
-        wire = WIRE[plan.wire] if plan.wire else None
         mine = [bucket for bucket in plan.buckets if bucket.optimizer == optimizer]
-        self._dense = [_DenseBucket(b, parameters, wire) for b in mine if not b.sparse]
+        dense = [bucket for bucket in mine if not bucket.sparse]
+        self._buckets = [
+            _Bucket(bucket, parameters, plan, groups[plan.buckets.index(bucket) % len(groups)], within)
+            for bucket in dense
+        ]
         self._sparse = [(b.parameters[0], parameters[b.parameters[0]]) for b in mine if b.sparse]
-        self._groups = groups
-        self._armed = False
+        self._group = groups[0]
+        self._armed, self._compressing = False, False
         self._next = 0
-        self._factor: Callable[[], Tensor | float] = lambda: 1.0
-        for bucket in self._dense:
+        for bucket in self._buckets:
             bucket.watch(self._on_complete)
 
-    def arm(self, factor: Callable[[], Tensor | float]) -> None:
-        """From now on a completed bucket is sent. ``factor`` gives what to scale by; it is asked when first needed."""
-        self._armed, self._next, self._factor = True, 0, factor
-        for bucket in self._dense:
+    def arm(self, compressing: bool = False) -> None:
+        """From now on a completed bucket is sent; when ``compressing``, those that the plan compresses are not."""
+        self._armed, self._compressing, self._next = True, compressing, 0
+        for bucket in self._buckets:
             bucket.reset()
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
         self._send(everything=True)
         self._armed = False
-        for bucket in self._dense:
+        for bucket in self._buckets:
+            bucket.turn()
+        for bucket in self._buckets:
             bucket.collect()
         for name, parameter in self._sparse:
-            parameter.grad = reduce_sparse(name, parameter, self._factor(), self._groups[0])
+            parameter.grad = reduce_sparse(name, parameter, self._group)
 
     def _on_complete(self) -> None:
         if self._armed:
             self._send()
 
     def _send(self, everything: bool = False) -> None:
-        while self._next < len(self._dense) and (everything or self._dense[self._next].complete):
-            group = self._groups[self._next % len(self._groups)]
-            self._dense[self._next].send(self._factor(), group)
+        while self._next < len(self._buckets) and (everything or self._buckets[self._next].complete):
+            self._buckets[self._next].send(self._compressing)
             self._next += 1
 
 
-class _DenseBucket:
-    """Some parameters, the flat buffer their gradients travel in, and the flat buffer they live in afterwards."""
+class _Bucket:
+    """Some parameters, and the flat row in which their gradients travel and live afterwards."""
 
-    def __init__(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter], wire: torch.dtype | None) -> None:
-        self.names = bucket.parameters
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Mapping[str, nn.Parameter],
+        plan: Plan,
+        group: dist.ProcessGroup,
+        within: dist.ProcessGroup | None,
+    ) -> None:
+        self.names, self._compressed = bucket.parameters, bucket.compressed
         self.parameters = [parameters[name] for name in bucket.parameters]
         self._size = sum(p.numel() for p in self.parameters)
         first = self.parameters[0]
-        self._sent = torch.zeros(self._size + len(self.parameters), dtype=wire or first.dtype, device=first.device)
-        self._home = torch.zeros(self._size, dtype=first.dtype, device=first.device) if wire else self._sent
-        self._outbox = _views(self._sent, self.parameters)
-        self._slots = _views(self._home, self.parameters) if wire else self._outbox
-        self._work: dist.Work | None = None
+        self._row = torch.zeros(self._size + len(self.parameters), dtype=first.dtype, device=first.device)
+        self._slots = _views(self._row, self.parameters)
+        self._sum = sum_over(self._row, plan.wire, group, plan.buckets.index(bucket))
+        self._sum_within = sum_over(self._row, None, within) if within and bucket.compressed else None
+        self._under_way: Sum | None = None
         self._missing: list[int] = []
         self._waiting = set(range(len(self.parameters)))
 
@@ -99,7 +114,7 @@ class _DenseBucket:
 
     def _hook(self, index: int, on_complete: Callable[[], None]) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            if self._work is not None:
+            if self._under_way is not None:
                 raise UsageError(
                     f"the gradient of '{self.names[index]}' changed after it was sent: one backward finished it "
                     "twice; with torch.utils.checkpoint use use_reentrant=False"
@@ -111,37 +126,39 @@ class _DenseBucket:
         return hook
 
     def reset(self) -> None:
-        self._work = None
+        self._under_way = None
         self._waiting = set(range(len(self.parameters)))
 
     @torch.no_grad()
-    def send(self, factor: Tensor | float, group: dist.ProcessGroup) -> None:
+    def send(self, compressing: bool) -> None:
+        self._refuse_sparse()
+        over = self._sum_within if compressing and self._compressed else self._sum
+        if over is None:  # every rank keeps its own gradients; DGC takes them from here
+            return
         self._missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        outbox = [slot for i, slot in enumerate(self._outbox) if i not in self._missing]
-        self._refuse_sparse()
-        if self._sent.is_cuda:
-            torch._foreach_copy_(outbox, grads)
-            self._sent[: self._size].mul_(factor)
-        else:
-            for slot, grad in zip(outbox, grads, strict=True):
-                torch.mul(grad, factor, out=slot)
-        self._sent[self._size :] = 1
+        slots = [slot for i, slot in enumerate(self._slots) if i not in self._missing]
+        torch._foreach_copy_(slots, grads)
+        self._row[self._size :] = 1
         for i in self._missing:
-            self._outbox[i].zero_()
-            self._sent[self._size + i] = 0
+            self._slots[i].zero_()
+            self._row[self._size + i] = 0
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot  # the gradient autograd made is free from here on
-        self._work = dist.all_reduce(self._sent, group=group, async_op=True)
+        self._under_way = over
+        over.start()
+
+    def turn(self) -> None:
+        if self._under_way is not None:
+            self._under_way.turn()
 
     def collect(self) -> None:
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
-        if self._home is not self._sent:
-            self._home.copy_(self._sent[: self._size])
+        if self._under_way is None:
+            return
+        self._under_way.finish()
+        self._under_way = None
         if self._missing:
-            used = self._sent[self._size :].tolist()
+            used = self._row[self._size :].tolist()
             for i in self._missing:
                 if not used[i]:
                     self.parameters[i].grad = None

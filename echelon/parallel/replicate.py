@@ -1,9 +1,9 @@
-"""Making replicas equal: the same weights at the start, the same buffers when they are shown or stored."""
+"""Making replicas equal: the same weights at the start, averages when they have drifted apart."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,25 +14,39 @@ def broadcast_state(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers."""
     with torch.no_grad():
         for tensors in _by_kind([*model.parameters(), *model.buffers()]):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            flat = flatten(tensors)
             dist.broadcast(flat, src=0)
-            _scatter(flat, tensors)
+            scatter(flat, tensors)
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Average floating-point buffers over replicas; others are rank 0's.
+    """Batch-norm statistics that were kept per replica differ between ranks; one model has one set of them."""
+    average(model.buffers())
 
-    Batch-norm statistics that were kept per replica differ between ranks; one model has one set of them.
-    """
-    with torch.no_grad():
-        for tensors in _by_kind(model.buffers()):
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            if flat.is_floating_point():
-                dist.all_reduce(flat)
-                flat /= dist.get_world_size()
-            else:
-                dist.broadcast(flat, src=0)
-            _scatter(flat, tensors)
+
+@torch.no_grad()
+def average(tensors: Iterable[Tensor]) -> None:
+    """Average floating-point tensors over replicas, in place; others become rank 0's."""
+    for same in _by_kind(tensors):
+        flat = flatten(same)
+        if flat.is_floating_point():
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+        else:
+            dist.broadcast(flat, src=0)
+        scatter(flat, same)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all of them in one row."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The inverse of ``flatten``, in place."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -42,9 +56,3 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         if tensor.numel():
             kinds[tensor.dtype][id(tensor)] = tensor
     return [list(same.values()) for same in kinds.values()]
-
-
-def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))

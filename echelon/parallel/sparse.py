@@ -10,10 +10,8 @@ from echelon.errors import UsageError
 from echelon.parallel.collective import all_gather
 
 
-def reduce_sparse(
-    name: str, parameter: nn.Parameter, factor: Tensor | float, group: dist.ProcessGroup
-) -> Tensor | None:
-    """The sum over ranks of ``factor * parameter.grad``, coalesced; ``None`` when no rank used the parameter."""
+def reduce_sparse(name: str, parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
+    """The sum over ranks of ``parameter.grad``, coalesced; ``None`` when no rank used the parameter."""
     rows, values = _local_rows(name, parameter)
     counts = all_gather(torch.tensor([-1 if rows is None else rows.numel()], device=parameter.device), group)
     sizes = [int(count) for count in counts.flatten().tolist()]
@@ -24,7 +22,7 @@ def reduce_sparse(
     padded_values = parameter.new_zeros(longest, *parameter.shape[1:])
     if rows is not None and values is not None:
         padded_rows[: rows.numel()] = rows
-        torch.mul(values, factor, out=padded_values[: rows.numel()])
+        padded_values[: rows.numel()] = values
     all_rows, all_values = all_gather(padded_rows, group), all_gather(padded_values, group)
     rows = torch.cat([row[: max(size, 0)] for row, size in zip(all_rows, sizes, strict=True)])
     values = torch.cat([value[: max(size, 0)] for value, size in zip(all_values, sizes, strict=True)])

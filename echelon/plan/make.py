@@ -8,8 +8,21 @@ import torch
 from torch import nn
 
 from echelon.errors import UsageError
+from echelon.optim.exclusion import excluded_names
 from echelon.plan.plan import Bucket, Parameter, Plan
-from echelon.strategy import Reduction, Strategy
+from echelon.plan.segments import find_chains, find_segments
+from echelon.strategy import (
+    AdaptiveLocalSgd,
+    Amp,
+    Dgc,
+    Lamb,
+    Lars,
+    LocalSgd,
+    LrScaling,
+    Recompute,
+    Reduction,
+    Strategy,
+)
 
 MEGABYTE = 2**20
 
@@ -19,22 +32,57 @@ def make_plan(
     optimizers: Mapping[str, torch.optim.Optimizer],
     strategy: Strategy,
     ranks: int,
+    ranks_per_host: int = 1,
 ) -> Plan:
-    """Replicate the model on every rank and reduce its gradients as the strategy says."""
+    """Replicate the model on every rank and train it as the strategy says."""
     sparse = sparse_names(model)
     named = dict(model.named_parameters())
+    dgc, recompute = strategy.part(Dgc), strategy.part(Recompute)
+    lars, lamb = strategy.part(Lars), strategy.part(Lamb)
+    alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
+    hierarchical = dgc is not None and dgc.hierarchical
     return Plan(
         mesh={"replicate": ranks},
         model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
-        buckets=tuple(_all_buckets(named, sparse, optimizers, strategy.reduction)),
+        buckets=tuple(_all_buckets(named, sparse, optimizers, strategy.reduction, dgc)),
+        ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
         communicators=strategy.reduction.communicators,
         reduce_op=strategy.reduction.op,
-        wire=strategy.reduction.wire,
+        wire=strategy.fp16_allreduce if isinstance(strategy.fp16_allreduce, str) else None,
         gradient_merge=strategy.gradient_merge,
         clip=strategy.clip,
-        amp=strategy.amp,
-        sync_batch_norm=tuple(batch_norm_names(model)) if strategy.sync_batch_norm and ranks > 1 else (),
+        amp=strategy.part(Amp),
+        recompute=find_segments(model, recompute.checkpoints) if recompute else (),
+        chains=find_chains(model) if recompute and recompute.checkpoints == "auto" else (),
+        offload=recompute is not None and recompute.offload,
+        lars=lars,
+        lamb=lamb,
+        undecayed=_undecayed(model, lars or lamb),
+        dgc=dgc,
+        local=alone if ranks > 1 else None,
+        lr_scaling=strategy.part(LrScaling),
+        sync_batch_norm=_shared_batch_norm(model, strategy.sync_batch_norm, ranks, alone is not None),
     )
+
+
+def _uniform(ranks: int, ranks_per_host: int) -> int:
+    if ranks % ranks_per_host:
+        raise UsageError(
+            f"Dgc(hierarchical=True) needs equally many ranks on every host; {ranks} ranks are not a multiple of the "
+            f"{ranks_per_host} here"
+        )
+    return ranks_per_host
+
+
+def _undecayed(model: nn.Module, settings: Lars | Lamb | None) -> tuple[str, ...]:
+    if settings is None or not settings.exclude_from_weight_decay:
+        return ()
+    return tuple(excluded_names(model, settings.exclude_from_weight_decay))
+
+
+def _shared_batch_norm(model: nn.Module, asked: bool | None, ranks: int, alone: bool) -> tuple[str, ...]:
+    share = not alone if asked is None else asked
+    return tuple(batch_norm_names(model)) if share and ranks > 1 else ()
 
 
 def sparse_names(model: nn.Module) -> set[str]:
@@ -67,14 +115,18 @@ def _all_buckets(
     sparse: set[str],
     optimizers: Mapping[str, torch.optim.Optimizer],
     reduction: Reduction,
+    dgc: Dgc | None,
 ) -> Iterable[Bucket]:
     names = {id(value): name for name, value in named.items()}
     for key, optimizer in optimizers.items():
         owned = _owned_names(key, optimizer, names)
         trained = [name for name in named if name in owned and named[name].requires_grad]
         dense = [name for name in reversed(trained) if name not in sparse]  # backward's order, nearly
-        for parameters in _fill(dense, named, reduction):
+        large = [name for name in dense if dgc is not None and named[name].numel() >= dgc.min_size]
+        for parameters in _fill([name for name in dense if name not in large], named, reduction):
             yield Bucket(optimizer=key, parameters=tuple(parameters))
+        for parameters in _fill(large, named, reduction):
+            yield Bucket(optimizer=key, parameters=tuple(parameters), compressed=True)
         for name in reversed(trained):
             if name in sparse:
                 yield Bucket(optimizer=key, parameters=(name,), sparse=True)

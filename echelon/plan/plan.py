@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from echelon.errors import UsageError
-from echelon.strict import strict
+from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling
+from echelon.strict import build, strict
 
 
 @strict
@@ -29,23 +31,42 @@ class Bucket:
     optimizer: str
     parameters: tuple[str, ...]
     sparse: bool = False
+    compressed: bool = False  # once DGC has begun, only the largest entries travel
 
 
 @strict
 class Plan:
-    """What every rank does. Two ranks with equal hashes run the same collectives in the same order."""
+    """What every rank does. Two ranks with equal hashes run the same collectives in the same order.
+
+    ranks_per_host: how many ranks reduce among themselves before anything leaves the host; 1 when hosts do not matter
+    wire:           the 16-bit type that gradients (DGC: values, LocalSGD: changes of weights) travel in
+    recompute:      modules that are recomputed together in backward, one tuple a segment
+    chains:         sequences that are cut into segments by the first batch
+    lars, lamb:     the optimizer in place of the given one, and the parameters it leaves undecayed
+    local:          ranks step alone, and how they come together
+    """
 
     mesh: dict[str, int]
     model: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
+    ranks_per_host: int = 1
     communicators: int = 1
     reduce_op: str = "mean"
     wire: str | None = None
     gradient_merge: int = 1
     clip: float | None = None
-    amp: str | None = None
+    amp: Amp | None = None
+    recompute: tuple[tuple[str, ...], ...] = ()
+    chains: tuple[str, ...] = ()
+    offload: bool = False
+    lars: Lars | None = None
+    lamb: Lamb | None = None
+    undecayed: tuple[str, ...] = ()
+    dgc: Dgc | None = None
+    local: LocalSgd | AdaptiveLocalSgd | None = None
+    lr_scaling: LrScaling | None = None
     sync_batch_norm: tuple[str, ...] = ()
-    version: int = 1
+    version: int = 2
 
     @property
     def ranks(self) -> int:
@@ -65,11 +86,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         try:
-            fields: dict[str, Any] = json.loads(text)
-            fields["model"] = tuple(Parameter(**_tuples(item)) for item in fields["model"])
-            fields["buckets"] = tuple(Bucket(**_tuples(item)) for item in fields["buckets"])
-            return cls(**_tuples(fields))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return build(cls, json.loads(text))
+        except ValueError as error:  # UsageError is one
             raise UsageError(f"this is not a plan: {error}; write one with Plan.to_json()") from None
 
     def describe(self) -> str:
@@ -81,19 +99,34 @@ class Plan:
             f"mesh: {axes} ({_count(self.ranks, 'rank')})",
             f"model: {count:,} parameters in {len(self.model)} tensors, {len(trained)} of them trained",
         ]
-        if self.ranks > 1:
-            wire = f", {self.wire} on the wire (inexact)" if self.wire else ""
-            lines.append(
-                f"gradients: {self.reduce_op} over replicas, {_count(len(self.buckets), 'bucket')} on "
-                f"{_count(self.communicators, 'communicator')}{wire}"
-            )
-        for name in ("gradient_merge", "clip", "amp"):
-            value = getattr(self, name)
-            if value not in (None, 1):
-                lines.append(f"{name.replace('_', ' ')}: {value}")
-        if self.sync_batch_norm:
-            lines.append(f"batch norm: {len(self.sync_batch_norm)} layers with statistics over all replicas")
+        lines += [line for line in (self._gradients(), *self._options()) if line]
         return "\n".join(lines)
+
+    def _gradients(self) -> str | None:
+        if self.ranks == 1:
+            return None
+        wire = f", {self.wire} on the wire (inexact)" if self.wire else ""
+        if self.local:
+            return f"weights: averaged over replicas now and then{wire}"
+        return (
+            f"gradients: {self.reduce_op} over replicas, {_count(len(self.buckets), 'bucket')} on "
+            f"{_count(self.communicators, 'communicator')}{wire}"
+        )
+
+    def _options(self) -> Iterator[str]:
+        if self.gradient_merge > 1:
+            yield f"gradient merge: {self.gradient_merge}"
+        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "lr_scaling"):
+            value = getattr(self, name)
+            if value is not None:
+                yield f"{name.replace('_', ' ')}: {value}"
+        if self.recompute or self.chains:
+            what = _count(len(self.recompute), "segment") if self.recompute else "segments cut by the first batch"
+            yield f"recompute: {what}{', kept activations in host memory' if self.offload else ''}"
+        if self.undecayed:
+            yield f"undecayed: {_count(len(self.undecayed), 'parameter')}"
+        if self.sync_batch_norm:
+            yield f"batch norm: {len(self.sync_batch_norm)} layers with statistics over all replicas"
 
 
 def first_difference(mine: Any, theirs: Any, path: str = "plan") -> str | None:
@@ -123,10 +156,6 @@ def _count(number: int, thing: str) -> str:
 
 def _flat(items: list[Any]) -> bool:
     return not any(isinstance(item, dict | list) for item in items)
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
 def _numel(shape: tuple[int, ...]) -> int:

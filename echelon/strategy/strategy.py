@@ -2,51 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from echelon.strict import require, strict
+from echelon.strategy import files, show
+from echelon.strategy.combine import refuse_conflicts
+from echelon.strategy.parts import (
+    SHORTHAND,
+    AdaptiveLocalSgd,
+    Amp,
+    Dgc,
+    Lamb,
+    Lars,
+    LocalSgd,
+    LrScaling,
+    Recompute,
+    Reduction,
+)
+from echelon.strict import build, require, strict
 
+if TYPE_CHECKING:
+    from torch import nn
 
-@strict
-class Reduction:
-    """How gradients travel between replicas.
-
-    bucket_mb:       gradients are sent in buckets of about this size, while backward still runs
-    first_bucket_mb: the first bucket is smaller, so that sending starts early
-    communicators:   process groups that carry buckets side by side
-    op:              "mean" over all samples of the global batch (what one process computes), or "sum" over replicas
-    wire:            send 16-bit floats instead of the gradients' own type (inexact)
-    """
-
-    bucket_mb: float = 25.0
-    first_bucket_mb: float = 1.0
-    communicators: int = 1
-    op: Literal["mean", "sum"] = "mean"
-    wire: Literal["fp16", "bf16"] | None = None
-
-    def __post_init__(self) -> None:
-        require(self.bucket_mb > 0, self, "bucket_mb", "a size above 0")
-        require(self.first_bucket_mb > 0, self, "first_bucket_mb", "a size above 0")
-        require(self.communicators >= 1, self, "communicators", "1 or more")
+T = TypeVar("T")
 
 
 @strict
 class Strategy:
     """What to switch on. The default is plain data parallelism that equals one process on the global batch.
 
-    amp:             "bf16" runs forward and loss in bfloat16 where that is safe; weights stay as they are
-    gradient_merge:  accumulate this many steps before one reduction and one update
-    clip:            scale gradients down to this global norm
-    sync_batch_norm: batch-norm statistics over all replicas, as one process would compute; False is faster
-    reduction:       how gradients travel
+    Each option takes ``True`` (the defaults), or its settings: ``Strategy(dgc=True)``, ``Strategy(dgc=Dgc(...))``.
+
+    amp:               "bf16" (also ``True``), "fp16", or an Amp: forward and loss in 16 bits
+    recompute:         keep few activations, compute the rest again in backward
+    lars, lamb:        large-batch optimizers in place of the SGD, the Adam that was given
+    dgc:               send only the largest gradient entries
+    localsgd:          ranks step alone and average their weights every k steps
+    adaptive_localsgd: the same, with k following the loss
+    gradient_merge:    accumulate this many steps before one reduction and one update
+    fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16 bits on the network
+    clip:              scale gradients down to this global norm
+    lr_scaling:        "linear" (also ``True``), "sqrt", or an LrScaling: a larger rate for the larger batch
+    sync_batch_norm:   batch-norm statistics over all replicas, as one process would compute; False is faster.
+                       None: yes, except where ranks step alone
+    reduction:         how gradients travel
     """
 
-    amp: Literal["bf16"] | None = None
+    amp: bool | Literal["bf16", "fp16"] | Amp | None = None
+    recompute: bool | Recompute | None = None
+    lars: bool | Lars | None = None
+    lamb: bool | Lamb | None = None
+    dgc: bool | Dgc | None = None
+    localsgd: bool | LocalSgd | None = None
+    adaptive_localsgd: bool | AdaptiveLocalSgd | None = None
     gradient_merge: int = 1
+    fp16_allreduce: bool | Literal["fp16", "bf16"] | None = None
     clip: float | None = None
-    sync_batch_norm: bool = True
+    lr_scaling: bool | Literal["linear", "sqrt"] | LrScaling | None = None
+    sync_batch_norm: bool | None = None
     reduction: Reduction = Reduction()  # frozen, so one shared default is safe
 
     def __post_init__(self) -> None:
         require(self.gradient_merge >= 1, self, "gradient_merge", "1 or more")
         require(self.clip is None or self.clip > 0, self, "clip", "a norm above 0")
+        for name, normal in _NORMAL.items():
+            object.__setattr__(self, name, normal(getattr(self, name)))
+        refuse_conflicts(self)
+
+    def part(self, kind: type[T]) -> T | None:
+        """The settings of one strategy, when it is on: ``strategy.part(Dgc)``."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, kind):
+                return value
+        return None
+
+    def __str__(self) -> str:
+        return show.table(self)
+
+    def explain(
+        self,
+        model: nn.Module | None = None,
+        *,
+        ranks: int = 2,
+        ranks_per_host: int | None = None,
+        sample: Any = None,
+    ) -> str:
+        """What this will do to a step, in which order, and what it costs, in text.
+
+        model:          then figures are those of its parameters, and not per parameter
+        ranks:          the size of the job; ``ranks_per_host`` of them share a host (None: all do)
+        sample:         an input, or a tuple of them, of the size one rank gets: then the activations are measured
+        """
+        from echelon.strategy.explain import explain
+
+        return explain(self, model, ranks=ranks, ranks_per_host=ranks_per_host, sample=sample)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as values that JSON and YAML have."""
+        return files.to_plain(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Strategy:
+        return build(cls, values)
+
+    def save(self, path: str | Path) -> None:
+        """Write what differs from the defaults to a .yaml, .yml or .json file."""
+        files.write(self.to_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Strategy:
+        """From a .yaml, .yml or .json file, under the same checks as the constructor."""
+        values = files.read(path)
+        return files.named(path, lambda: cls.from_dict(values))
+
+
+def _settings(name: str, kind: type[Any]) -> Any:
+    """From what a user may write to settings or None: one form to compare, print and store."""
+
+    def normal(value: Any) -> Any:
+        if isinstance(value, bool):
+            return kind() if value else None
+        return kind(**{SHORTHAND[name]: value}) if isinstance(value, str) else value
+
+    return normal
+
+
+_PARTS = {
+    "amp": Amp,
+    "recompute": Recompute,
+    "lars": Lars,
+    "lamb": Lamb,
+    "dgc": Dgc,
+    "localsgd": LocalSgd,
+    "adaptive_localsgd": AdaptiveLocalSgd,
+    "lr_scaling": LrScaling,
+}
+
+_NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {
+    "fp16_allreduce": lambda value: "fp16" if value is True else value or None
+}

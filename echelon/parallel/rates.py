@@ -1,0 +1,37 @@
+"""A larger learning rate for a larger batch, with a warm-up (Goyal et al., "Accurate, Large Minibatch SGD", 2017)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from echelon.plan import Plan
+
+
+def rate_factor(plan: Plan, step: int) -> float:
+    """What to multiply the learning rate by at ``step`` (from 1).
+
+    An update averages over the batches of all replicas and merged passes; the rate was given for one of them.
+    """
+    scaling = plan.lr_scaling
+    if scaling is None:
+        return 1.0
+    full = scaling.factor(plan.ranks * plan.gradient_merge)
+    warm = min(step / scaling.warmup_steps, 1.0) if scaling.warmup_steps else 1.0
+    return 1.0 + (full - 1.0) * warm
+
+
+@contextlib.contextmanager
+def scaled_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+    """For one step only: schedules that go on from the rate they find must not find the scaled one."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    given = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,120 @@
+"""Sums over ranks of long rows, as they are or with 16 bits a number on the network.
+
+The 16-bit sum scatters and gathers by itself instead of calling an all-reduce on half floats: every rank receives its
+chunk from all others, adds it up in fp32, and hands the result round. The bytes are those of a ring all-reduce; each
+number is rounded twice, however many ranks there are, where a ring rounds at every hop. Half floats reach from 6e-8 to
+65504 only, so each chunk travels with a power of two by which its largest entry fits, and nothing overflows that was
+finite. Entries that are not finite arrive as such: an overflowed gradient must stay recognizable.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.parallel.collective import hand_round, swap_rows
+from echelon.parallel.precision import DTYPES
+
+#: The largest entry of a chunk travels as a half float of about this size; 65504 is the most that one can hold.
+TOP = 2.0**14
+
+
+class Sum(Protocol):
+    """A sum that is under way: ``start`` it, let it ``turn`` from collecting to handing round, ``finish`` it."""
+
+    def start(self) -> None: ...
+
+    def turn(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def sum_over(row: Tensor, wire: str | None, group: dist.ProcessGroup, number: int = 0) -> Sum:
+    """A sum of ``row`` over the ranks of ``group``, in place and reusable.
+
+    ``number`` tells sums apart that are under way at the same time, and is the same on all ranks.
+    """
+    return _SixteenBitSum(row, DTYPES[wire], group, number) if wire else _PlainSum(row, group)
+
+
+class _PlainSum:
+    def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
+        self._row, self._group = row, group
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        self._work = dist.all_reduce(self._row, group=self._group, async_op=True)
+
+    def turn(self) -> None:
+        """The all-reduce does both halves."""
+
+    def finish(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+
+
+class _SixteenBitSum:
+    def __init__(self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int) -> None:
+        self._group, self._tag = group, 2 * number
+        ranks = dist.get_world_size(group)
+        length = max(-(-row.numel() // ranks), 1)
+        self._chunks = [row[begin : begin + length] for begin in range(0, row.numel(), length)]
+        # Gloo sends messages from host memory only. A chunk for every rank, and behind each its power of two.
+        place = torch.device("cpu") if dist.get_backend(group) == "gloo" else row.device
+        self._sent = torch.zeros((ranks, length + 1), dtype=dtype, device=place)
+        self._came = torch.empty_like(self._sent)
+        self._mine = torch.zeros(length + 1, dtype=dtype, device=place)
+        self._works: list[dist.Work] = []
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for chunk, message in zip(self._chunks, self._sent, strict=False):
+            _encode(chunk, message)
+        self._works = swap_rows(self._came, self._sent, self._group, self._tag)
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        self._wait()
+        total = _decode(self._came[0])
+        for message in self._came[1:]:
+            total += _decode(message)
+        _encode(total, self._mine)
+        self._works = hand_round(self._came, self._mine, self._group, self._tag + 1)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self._wait()
+        for chunk, message in zip(self._chunks, self._came, strict=False):
+            chunk.copy_(_decode(message)[: chunk.numel()])
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _encode(numbers: Tensor, message: Tensor) -> None:
+    body = message[: numbers.numel()]
+    if message.dtype == torch.bfloat16:  # reaches as far as fp32 does
+        body.copy_(numbers)
+        return
+    power = _power(numbers)
+    if body.device == numbers.device:
+        torch.mul(numbers, torch.exp2(power), out=body)
+    else:
+        body.copy_((numbers * torch.exp2(power)).to(body.dtype))
+    message[-1] = power
+
+
+def _decode(message: Tensor) -> Tensor:
+    body = message[:-1].float()
+    return body if message.dtype == torch.bfloat16 else body.mul_(torch.exp2(-message[-1].float()))
+
+
+def _power(numbers: Tensor) -> Tensor:
+    """The power of two that brings the largest entry close under ``2 * TOP``; 0 where there is nothing to save."""
+    largest = torch.linalg.vector_norm(numbers, torch.inf).float()
+    power = torch.floor(torch.log2(TOP / largest)).clamp(-100.0, 100.0)
+    return torch.where(torch.isfinite(largest) & (largest > 0), power, torch.zeros_like(power))

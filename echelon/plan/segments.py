@@ -1,0 +1,173 @@
+"""Which modules are recomputed in backward instead of kept: a decision about names. Pure: no device, no process group.
+
+A segment is the names of modules that run one after another and are recomputed together; of a segment only the input
+is kept. Chains are long ``nn.Sequential``s without repeated blocks: where to cut them depends on how many bytes each
+child keeps, which only a batch can tell, so they are named here and cut by ``cut_chain`` once that is known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from echelon.errors import UsageError, nearest
+
+Segments = tuple[tuple[str, ...], ...]
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LONG = 4  # children from which on a chain is cut: two segments of two
+
+
+def find_segments(model: nn.Module, checkpoints: Literal["auto"] | tuple[str, ...]) -> Segments:
+    """The segments for the named modules (or patterns), or for every repeated block.
+
+    A named child of an ``nn.Sequential`` is a point whose output is kept: its segment is all children since the point
+    before. A named module anywhere else is a segment of its own. Of nested names the outer one counts.
+    """
+    if checkpoints != "auto":
+        return tuple(_between_points(model, "", _matched(model, checkpoints)))
+    blocks = tuple((name,) for name in _blocks(model, ""))
+    if not blocks and not _chains(model, ""):
+        raise UsageError(
+            "recompute found neither repeated blocks nor a long nn.Sequential in the model; name the modules to "
+            f"recompute: Recompute(checkpoints=({_example(model)!r}, ...))"
+        )
+    return blocks
+
+
+def find_chains(model: nn.Module) -> tuple[str, ...]:
+    """Sequentials to be cut by the bytes their children keep; none where ``find_segments`` found blocks."""
+    return () if any(_blocks(model, "")) else tuple(_chains(model, ""))
+
+
+def cut_chain(kept: Sequence[int], in_place: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """Cut a chain whose children keep so many bytes into about sqrt(n) segments ``(first, end)``.
+
+    The largest segment is as small as it can be. No segment begins with a child that changes its input in place: the
+    input could not be kept. Such children at the very beginning belong to no segment.
+    """
+    starts = [i for i, changes_input in enumerate(in_place) if not changes_input]
+    if not starts:
+        return ()
+    ends = [*starts[1:], len(kept)]
+    sums = [sum(kept[start:end]) for start, end in zip(starts, ends, strict=True)]
+    cuts = balance(sums, min(round(math.sqrt(len(kept))), len(sums)))
+    return tuple((starts[first], ends[end - 1]) for first, end in cuts)
+
+
+def balance(weights: Sequence[int], parts: int) -> tuple[tuple[int, int], ...]:
+    """``weights`` in ``parts`` contiguous, non-empty ranges ``(first, end)`` with the smallest possible largest sum."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(weights, middle, 1)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(weights, low, parts)
+
+
+def _fill(weights: Sequence[int], limit: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Ranges as long as ``limit`` allows, but short enough that at least ``parts`` come out."""
+    cuts: list[tuple[int, int]] = []
+    first = total = 0
+    for i, weight in enumerate(weights):
+        remaining_parts = parts - len(cuts) - 1
+        if i > first and (total + weight > limit or len(weights) - i <= remaining_parts):
+            cuts.append((first, i))
+            first, total = i, 0
+        total += weight
+    return (*cuts, (first, len(weights)))
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether the module does nothing but run its children in turn."""
+    return isinstance(module, nn.Sequential) and inspect.unwrap(type(module).forward) is nn.Sequential.forward
+
+
+# ---- named points ----
+
+
+def _matched(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
+            raise UsageError(f"recompute: no module is called '{pattern}'{_nearest(pattern, list(names))}")
+        running = {name for name in matches if _runs(names[name])}
+        if not running:
+            kind = type(names[min(matches)]).__name__
+            raise UsageError(f"recompute: '{pattern}' is a {kind}, which only holds modules; name '{pattern}.*'")
+        found |= running
+    return found
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    hint = nearest(pattern.rstrip(".*"), names)
+    if len(names) > 8 and "did you mean" not in hint:
+        return f"; there are {', '.join(names[:7])}, ... ({len(names)} in all)"
+    return hint
+
+
+def _between_points(module: nn.Module, prefix: str, points: set[str]) -> Iterator[tuple[str, ...]]:
+    waiting: list[tuple[str, nn.Module]] = []
+    for name, child in _children(module, prefix):
+        waiting.append((name, child))
+        if name in points:
+            yield tuple(name for name, _ in waiting) if is_chain(module) else (name,)
+            waiting.clear()
+        elif not is_chain(module):
+            yield from _between_points(child, f"{name}.", points)
+            waiting.clear()
+    for name, child in waiting:  # after a chain's last point
+        yield from _between_points(child, f"{name}.", points)
+
+
+# ---- repeated blocks and chains ----
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Outermost modules that are repeated within a container. Of stages made of blocks, the blocks."""
+    children = list(_children(module, prefix))
+    repeated = Counter(_kind(child) for _, child in children if any(child.children()))
+    for name, child in children:
+        inner = list(_blocks(child, f"{name}."))
+        is_stage = isinstance(child, CONTAINERS) and bool(inner)
+        if isinstance(module, CONTAINERS) and repeated[_kind(child)] > 1 and _runs(child) and not is_stage:
+            yield name
+        else:
+            yield from inner
+
+
+def _kind(module: nn.Module) -> object:
+    """Two bare containers are of one kind only when what they hold is."""
+    if isinstance(module, CONTAINERS):
+        return type(module), tuple(_kind(child) for child in module.children())
+    return type(module)
+
+
+def _chains(module: nn.Module, prefix: str) -> list[str]:
+    """Outermost long chains."""
+    if is_chain(module) and len(module._modules) >= LONG:
+        return [prefix.removesuffix(".")]
+    return [chain for name, child in _children(module, prefix) for chain in _chains(child, f"{name}.")]
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    # named_children() would leave out the second use of a shared child, a ReLU in a Sequential for instance.
+    return ((f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None)
+
+
+def _runs(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _example(model: nn.Module) -> str:
+    return next((name for name, _ in model.named_children()), "layer")

@@ -1,0 +1,29 @@
+"""What a user may ask of a run: the Strategy, its parts, which of them combine, and what they will do."""
+
+from echelon.strategy.parts import (
+    AdaptiveLocalSgd,
+    Amp,
+    Dgc,
+    Lamb,
+    Lars,
+    LocalSgd,
+    LrScaling,
+    Outer,
+    Recompute,
+    Reduction,
+)
+from echelon.strategy.strategy import Strategy
+
+__all__ = [
+    "AdaptiveLocalSgd",
+    "Amp",
+    "Dgc",
+    "Lamb",
+    "Lars",
+    "LocalSgd",
+    "LrScaling",
+    "Outer",
+    "Recompute",
+    "Reduction",
+    "Strategy",
+]

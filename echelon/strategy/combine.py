@@ -1,0 +1,129 @@
+"""Which strategies combine: one table of data. A pair that is not listed is fine, and means what each means alone.
+
+A Change is fine too, but one of the two no longer does quite what it does alone; ``explain`` says how. A Conflict is
+refused when the Strategy is made, before anything starts.
+
+Names are those of Strategy's options. Where only one value of an option matters, the name says which: ``amp=fp16``,
+``reduction.op=sum``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from echelon.errors import UsageError
+from echelon.strategy.parts import SHORTHAND
+
+if TYPE_CHECKING:
+    from echelon.strategy.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Fine, but the meaning changes: ``how``."""
+
+    how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """Cannot be: ``why``, and what to ``do`` instead."""
+
+    why: str
+    do: str
+
+
+Verdict = Change | Conflict
+
+_ONE_OF_TWO = "choose one of the two"
+
+_AMONG_ALL: dict[tuple[str, str], Verdict] = {
+    ("lars", "lamb"): Conflict("each is the optimizer", "choose lars for SGD models or lamb for Adam models"),
+    ("lars", "dgc"): Conflict(
+        "DGC sends parts of several steps at once, LARS needs the norm of one step's whole gradient",
+        "drop lars, or use fp16_allreduce in place of dgc",
+    ),
+    ("lamb", "dgc"): Conflict(
+        "DGC's momentum correction is that of SGD, LAMB steps as Adam does",
+        "drop lamb, or use fp16_allreduce in place of dgc",
+    ),
+    ("localsgd", "adaptive_localsgd"): Conflict("both say when to average", _ONE_OF_TWO),
+    ("amp=fp16", "dgc"): Change(
+        "gradients are unscaled and checked on all ranks before they enter the residuals, which stay fp32; an overflow "
+        "anywhere skips the step everywhere and leaves the residuals as they were"
+    ),
+    ("amp=fp16", "fp16_allreduce"): Change(
+        "gradients travel with the loss scale still on; an overflow arrives as one and skips the step everywhere"
+    ),
+    ("dgc", "gradient_merge"): Change("the merged gradient of several steps is compressed and sent once"),
+    ("dgc", "fp16_allreduce"): Change("values, not positions, travel in 16 bits; the rounding stays in the residual"),
+    ("dgc", "clip"): Change(
+        "each rank clips its own gradient to clip / sqrt(ranks) before it accumulates, instead of the mean afterwards"
+    ),
+    ("recompute", "sync_batch_norm"): Change("batch norms in recomputed parts exchange their statistics twice"),
+    ("lars", "clip"): Change(
+        "clipping comes first, and LARS undoes most of it: its rate divides by the gradient's norm"
+    ),
+    ("lamb", "clip"): Change(
+        "clipping comes first, and LAMB is blind to a constant scale: it only weighs this step less"
+    ),
+    ("lars", "lr_scaling"): Change("the trust ratio adapts each layer's rate already; the scaled rate multiplies it"),
+    ("lamb", "lr_scaling"): Change(
+        "the trust ratio adapts each layer's rate already; LAMB's authors scale by the root: lr_scaling='sqrt'"
+    ),
+    ("gradient_merge", "lr_scaling"): Change("the rate is scaled by ranks x merged steps, as the update's batch is"),
+    ("lr_scaling", "reduction.op=sum"): Change(
+        "summed gradients grow with the ranks and the rate does too; scaling it once is usually meant: op='mean'"
+    ),
+}
+
+_WITH_LOCAL_STEPS: dict[str, Verdict] = {
+    "dgc": Conflict("ranks step alone and send no gradients to compress", _ONE_OF_TWO),
+    "sync_batch_norm": Conflict(
+        "statistics over all replicas would make every rank wait at every layer",
+        "leave sync_batch_norm unset: then they are per replica and averaged at each sync",
+    ),
+    "lr_scaling": Conflict(
+        "each update sees one replica's batch, there is no larger one to scale for",
+        "drop lr_scaling and set the optimizer's rate",
+    ),
+    "reduction.op=sum": Conflict("weights are averaged and no gradients are summed", "leave op='mean'"),
+    "amp=fp16": Change("an overflow skips the step of that rank only; the smallest scale is agreed on at each sync"),
+    "clip": Change("each rank clips its own gradient"),
+    "gradient_merge": Change("k counts updates, each of them after so many merged steps"),
+    "fp16_allreduce": Change("the change of the weights since the last sync travels in 16 bits, not gradients"),
+    "lars": Change("trust ratios come from each rank's own gradient"),
+    "lamb": Change("trust ratios come from each rank's own gradient"),
+}
+
+TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
+    (name, local): verdict for local in ("localsgd", "adaptive_localsgd") for name, verdict in _WITH_LOCAL_STEPS.items()
+}
+
+
+def refuse_conflicts(strategy: Strategy) -> None:
+    """Raise for the first pair of active strategies that cannot be together."""
+    for (first, second), verdict in verdicts(strategy):
+        if isinstance(verdict, Conflict):
+            raise UsageError(f"{first} and {second} do not combine: {verdict.why}; {verdict.do}")
+
+
+def verdicts(strategy: Strategy, implied: Iterable[str] = ()) -> Iterator[tuple[tuple[str, str], Verdict]]:
+    """The table's rows that concern this strategy, and what the model ``implied`` beside it."""
+    active = {*active_names(strategy), *implied}
+    return ((pair, verdict) for pair, verdict in TABLE.items() if active.issuperset(pair))
+
+
+def active_names(strategy: Strategy) -> Iterator[str]:
+    """What is on, by name; and by name and value, where the value is a choice."""
+    for field in dataclasses.fields(strategy):
+        value: Any = getattr(strategy, field.name)
+        if value is None or value == field.default:
+            continue
+        yield f"{field.name}=False" if value is False else field.name
+        if dataclasses.is_dataclass(value):
+            for setting, choice in vars(value).items():
+                is_whole = SHORTHAND.get(field.name) == setting
+                yield f"{field.name}={choice}" if is_whole else f"{field.name}.{setting}={choice}"

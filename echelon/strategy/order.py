@@ -1,0 +1,112 @@
+"""The order in which strategies act within a step, in words. It is the order in which the engine runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Recompute
+from echelon.strategy.show import word
+from echelon.strategy.traffic import Job, local_steps
+
+if TYPE_CHECKING:
+    from echelon.strategy.strategy import Strategy
+
+Stage = tuple[str, str]
+
+
+def stages(strategy: Strategy, job: Job) -> Iterator[Stage]:
+    """What happens in a step, first to last: a short name, and what is done."""
+    yield from _forward_and_backward(strategy)
+    if strategy.gradient_merge > 1:
+        yield "merge", f"gradients add up; what follows happens once in {strategy.gradient_merge} steps"
+    if job.ranks > 1 and local_steps(strategy):
+        yield from _alone(strategy)
+    elif strategy.dgc:
+        yield from _compressed(strategy, job)
+    else:
+        yield from _together(strategy, job)
+    yield from _update(strategy, job)
+
+
+def _forward_and_backward(strategy: Strategy) -> Iterator[Stage]:
+    amp, recompute = strategy.part(Amp), strategy.part(Recompute)
+    if amp:
+        yield "autocast", f"forward and loss compute in {amp.dtype} where that is safe"
+    keeps = "; of a recomputed segment only the input is kept" if recompute else ""
+    yield "forward", f"the model and its loss{keeps}{', in host memory' if recompute and recompute.offload else ''}"
+    if scale := _scale(strategy):
+        yield "scale", f"the loss is multiplied by {scale}"
+    yield "backward", "each segment is computed again, then its gradients" if recompute else "gradients"
+
+
+def _scale(strategy: Strategy) -> str | None:
+    amp = strategy.part(Amp)
+    asked = amp and (amp.loss_scale or ("dynamic" if amp.dtype == "fp16" else None))
+    if amp is None or asked is None:
+        return None
+    return f"the loss scale, {word(amp.init_scale)} at first" if asked == "dynamic" else f"{asked:g}"
+
+
+def _unscale(strategy: Strategy, who: str) -> Iterator[Stage]:
+    if _scale(strategy):
+        yield "unscale", f"gradients are divided by the scale; one that is not finite skips the step {who}"
+
+
+def _together(strategy: Strategy, job: Job) -> Iterator[Stage]:
+    if job.ranks > 1:
+        wire = f", travelling as {strategy.fp16_allreduce}" if strategy.fp16_allreduce else ""
+        yield "reduce", f"{strategy.reduction.op} of gradients over {job.ranks} ranks{wire}, while backward still runs"
+    yield from _unscale(strategy, "on every rank")
+    if strategy.clip:
+        yield "clip", f"all gradients together to a norm of at most {word(strategy.clip)}"
+
+
+def _compressed(strategy: Strategy, job: Job) -> Iterator[Stage]:
+    dgc = strategy.part(Dgc) or Dgc()
+    wire = f", values as {strategy.fp16_allreduce}" if strategy.fp16_allreduce else ""
+    inside = "; larger ones are summed inside each host" if dgc.hierarchical else ""
+    if job.ranks > 1:
+        small = f"gradients with fewer than {dgc.min_size:,} entries over {job.ranks} ranks"
+        yield "reduce", f"{strategy.reduction.op} of {small}{inside}"
+    yield from _unscale(strategy, "on every rank")
+    who, parts = ("host", job.hosts) if dgc.hierarchical else ("rank", job.ranks)
+    if strategy.clip:
+        yield "clip", f"each {who}'s own gradient to a norm of at most {word(strategy.clip)} / sqrt({parts})"
+    begin = f", from step {dgc.rampup_begin_step} on" if dgc.rampup_begin_step else ""
+    part = f"{100 * (1 - dgc.sparsity[-1]):.3g}%"
+    yield "compress", f"momentum and residual take the gradient in; the largest {part} of entries leave{begin}"
+    if parts > 1:
+        yield "exchange", f"positions and values go from each {who} to all others{wire}: their {strategy.reduction.op}"
+    if strategy.clip:
+        yield "clip", f"the gradients that travelled whole to a norm of at most {word(strategy.clip)}"
+
+
+def _alone(strategy: Strategy) -> Iterator[Stage]:
+    yield from _unscale(strategy, "on this rank")
+    if strategy.clip:
+        yield "clip", f"this rank's own gradients to a norm of at most {word(strategy.clip)}"
+
+
+def _update(strategy: Strategy, job: Job) -> Iterator[Stage]:
+    scaling, local = strategy.part(LrScaling), local_steps(strategy)
+    if scaling:
+        times = scaling.factor(job.ranks * strategy.gradient_merge)
+        warmup = f", reached over {scaling.warmup_steps:,} steps" if scaling.warmup_steps else ""
+        yield "rate", f"the learning rate x {word(times)}{warmup}"
+    yield "update", _optimizer(strategy)
+    if local and job.ranks > 1:
+        k = f"{local.k_steps}" if isinstance(local, LocalSgd) else f"{local.init_k_steps} (1 to {local.max_k_steps})"
+        outer = ", a Nesterov step along their change" if local.outer else ""
+        momentum = " and optimizer state" if local.average_momentum else ""
+        yield "average", f"every {k} updates: weights{momentum} of {job.ranks} ranks{outer}"
+
+
+def _optimizer(strategy: Strategy) -> str:
+    if strategy.part(Lars):
+        return "LARS in place of the SGD given"
+    if strategy.part(Lamb):
+        return "LAMB in place of the Adam given"
+    return (
+        "SGD; of compressed gradients without its momentum, which they have" if strategy.dgc else "the optimizer given"
+    )

@@ -1,0 +1,218 @@
+"""The settings of each strategy. ``True`` in a Strategy means these defaults."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from echelon.strict import require, strict
+
+#: The one setting that a string stands for: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
+SHORTHAND = {"amp": "dtype", "lr_scaling": "rule"}
+
+
+@strict
+class Amp:
+    """Forward and loss in 16-bit floats where that is safe; weights and optimizer stay in their own type.
+
+    dtype:           "bf16" needs no scaling; "fp16" multiplies the loss so that small gradients survive
+    loss_scale:      "dynamic", or a number that stays; None is "dynamic" for fp16 and no scaling for bf16
+    init_scale:      where the dynamic scale begins
+    growth:          it grows by this factor after ``growth_interval`` finite steps in a row
+    growth_interval:
+    backoff:         it shrinks by this factor after ``backoff_after`` steps that overflowed, in a row
+    backoff_after:
+    min_scale:       and never falls under this
+    """
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    loss_scale: float | Literal["dynamic"] | None = None
+    init_scale: float = 32768.0
+    growth: float = 2.0
+    growth_interval: int = 1000
+    backoff: float = 0.8
+    backoff_after: int = 2
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        fixed = self.loss_scale if isinstance(self.loss_scale, int | float) else 1.0
+        require(fixed > 0, self, "loss_scale", "a scale above 0, or 'dynamic'")
+        require(self.init_scale > 0, self, "init_scale", "a scale above 0")
+        require(self.growth >= 1, self, "growth", "1 or more")
+        require(self.growth_interval >= 1, self, "growth_interval", "1 or more")
+        require(0 < self.backoff < 1, self, "backoff", "a factor between 0 and 1")
+        require(self.backoff_after >= 1, self, "backoff_after", "1 or more")
+        require(self.min_scale > 0, self, "min_scale", "a scale above 0")
+
+
+@strict
+class Recompute:
+    """Keep few activations; compute the rest again in backward.
+
+    checkpoints: names or patterns of modules whose outputs are kept ("layers.*"); "auto" finds repeated blocks
+    offload:     move what is kept to host memory while it waits
+    """
+
+    checkpoints: tuple[str, ...] | Literal["auto"] = "auto"
+    offload: bool = False
+
+
+@strict
+class Lars:
+    """LARS in place of the momentum SGD that was given: a learning rate for each layer.
+
+    coeff:                     trust coefficient
+    weight_decay, eps:         as in the formula
+    exclude_from_weight_decay: parameters (by part of their name, or 'bias', 'batch_norm', 'layer_norm', ...) that
+                               get neither weight decay nor a rate of their own
+    """
+
+    coeff: float = 0.001
+    weight_decay: float = 0.0005
+    eps: float = 0.0
+    exclude_from_weight_decay: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.coeff > 0, self, "coeff", "a coefficient above 0")
+        require(self.weight_decay >= 0, self, "weight_decay", "0 or more")
+        require(self.eps >= 0, self, "eps", "0 or more")
+
+
+@strict
+class Lamb:
+    """LAMB in place of the Adam that was given. ``exclude_from_weight_decay`` as for LARS."""
+
+    weight_decay: float = 0.01
+    eps: float = 1e-6
+    exclude_from_weight_decay: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.weight_decay >= 0, self, "weight_decay", "0 or more")
+        require(self.eps > 0, self, "eps", "a value above 0")
+
+
+@strict
+class Dgc:
+    """Send only the largest entries of the gradient; keep the rest until it has grown.
+
+    sparsity:          the part that is not sent; several values are walked through over ``rampup_step`` steps
+    rampup_begin_step: dense momentum SGD before this step
+    rampup_step:
+    min_size:          parameters with fewer entries travel whole
+    hierarchical:      dense between the ranks of one host, sparse between hosts
+    """
+
+    sparsity: tuple[float, ...] = (0.999,)
+    rampup_begin_step: int = 0
+    rampup_step: int = 1
+    min_size: int = 16384
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        legal = bool(self.sparsity) and all(0 <= part < 1 for part in self.sparsity)
+        require(legal, self, "sparsity", "parts between 0 and 1, such as (0.75, 0.9375, 0.999)")
+        require(self.rampup_begin_step >= 0, self, "rampup_begin_step", "0 or more")
+        require(self.rampup_step >= 1, self, "rampup_step", "1 or more")
+        require(self.min_size >= 1, self, "min_size", "1 or more")
+
+
+@strict
+class Outer:
+    """A Nesterov optimizer on what the ranks have learned between two averages (the DiLoCo form)."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, self, "lr", "a rate above 0")
+        require(0 <= self.momentum < 1, self, "momentum", "a value from 0 up to 1")
+
+
+@strict
+class LocalSgd:
+    """Every rank steps alone; weights are averaged every ``k_steps`` steps.
+
+    begin_step:       before this step they are averaged after every step
+    average_momentum: average the optimizer's state too (it stays local otherwise)
+    outer:            True, or an Outer: step along the averaged change instead of taking it as it is
+    """
+
+    k_steps: int = 8
+    begin_step: int = 0
+    average_momentum: bool = False
+    outer: bool | Outer | None = None
+
+    def __post_init__(self) -> None:
+        require(self.k_steps >= 1, self, "k_steps", "1 or more")
+        require(self.begin_step >= 0, self, "begin_step", "0 or more")
+        _normal(self, "outer", Outer)
+
+
+@strict
+class AdaptiveLocalSgd:
+    """LocalSGD whose k follows loss and learning rate: long rounds early, short ones when it matters.
+
+    init_k_steps: k at the beginning
+    max_k_steps:  k stays between 1 and this
+    rule:         "adacomm" (the root outside init_k_steps) or "fleet" (inside, as the older system had it)
+    others as in LocalSgd
+    """
+
+    init_k_steps: int = 8
+    max_k_steps: int = 16
+    begin_step: int = 0
+    rule: Literal["adacomm", "fleet"] = "adacomm"
+    average_momentum: bool = False
+    outer: bool | Outer | None = None
+
+    def __post_init__(self) -> None:
+        require(self.init_k_steps >= 1, self, "init_k_steps", "1 or more")
+        require(self.max_k_steps >= self.init_k_steps, self, "max_k_steps", "init_k_steps or more")
+        require(self.begin_step >= 0, self, "begin_step", "0 or more")
+        _normal(self, "outer", Outer)
+
+
+@strict
+class LrScaling:
+    """Multiply the learning rate by how many times larger than one replica's batch an update's batch is.
+
+    rule:         "linear" by that number, "sqrt" by its root
+    warmup_steps: grow from the rate as given to the scaled one over so many steps
+    """
+
+    rule: Literal["linear", "sqrt"] = "linear"
+    warmup_steps: int = 500
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
+
+    def factor(self, times: int) -> float:
+        """By how much the rate grows, in the end, for a batch so many times as large."""
+        return float(times) if self.rule == "linear" else times**0.5
+
+
+@strict
+class Reduction:
+    """How gradients travel between replicas.
+
+    bucket_mb:       gradients are sent in buckets of about this size, while backward still runs
+    first_bucket_mb: the first bucket is smaller, so that sending starts early
+    communicators:   process groups that carry buckets side by side
+    op:              "mean" over all samples of the global batch (what one process computes), or "sum" over replicas
+    """
+
+    bucket_mb: float = 25.0
+    first_bucket_mb: float = 1.0
+    communicators: int = 1
+    op: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        require(self.bucket_mb > 0, self, "bucket_mb", "a size above 0")
+        require(self.first_bucket_mb > 0, self, "first_bucket_mb", "a size above 0")
+        require(self.communicators >= 1, self, "communicators", "1 or more")
+
+
+def _normal(owner: object, name: str, kind: type) -> None:
+    """``True`` becomes the settings it stands for, ``False`` none at all: one form to compare, print and store."""
+    value = getattr(owner, name)
+    if isinstance(value, bool):
+        object.__setattr__(owner, name, kind() if value else None)

@@ -1,0 +1,50 @@
+"""A Strategy as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.strategy.strategy import Strategy
+
+_HEAD = ("strategy", "settings (* differs from the default)")
+
+
+def table(strategy: Strategy) -> str:
+    """One line for each strategy that is on, and one for those that are off."""
+    rows, off = [_HEAD], []
+    for field in dataclasses.fields(strategy):
+        value = getattr(strategy, field.name)
+        if field.name == "sync_batch_norm" and value is None:
+            rows.append((field.name, "yes, except where ranks step alone"))
+        elif value == field.default and not dataclasses.is_dataclass(value):
+            off.append(field.name)
+        else:
+            rows.append((field.name, settings(value, field.default)))
+    return aligned([*rows, ("off", ", ".join(off))] if off else rows)
+
+
+def settings(value: Any, default: Any) -> str:
+    """``k_steps=4*  begin_step=0``: all settings of a part, or the value itself."""
+    if not dataclasses.is_dataclass(value):
+        return f"{word(value)}{'' if value == default else '*'}"
+    fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+    return "  ".join(f"{name}={word(now)}{'' if now == usual else '*'}" for name, now, usual in fields)
+
+
+def word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(word, value))})"
+    if dataclasses.is_dataclass(value):
+        return f"({settings(value, None)})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns, each as wide as its widest entry; the last is free."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
