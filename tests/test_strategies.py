@@ -96,8 +96,12 @@ def _cases() -> dict[str, Case]:
         for more, (also_mine, also_theirs) in WITH.items():
             reference = Settings(optimizer=optimizer, **theirs, **also_theirs)
             cases[f"{name} {more}".strip()] = Case(Strategy(**mine, **also_mine), reference, optimizer)
-    cases |= _special_cases()
-    return cases
+    if torch.cuda.is_available():  # our CPUs compute no fp16
+        half = Amp(dtype="fp16", growth_interval=5)
+        for name, (mine, theirs, optimizer) in BASE.items():
+            reference = Settings(optimizer=optimizer, scale=R_SCALED, **theirs)
+            cases[f"{name} fp16"] = Case(Strategy(amp=half, **mine), reference, optimizer)
+    return cases | _special_cases()
 
 
 def _special_cases() -> dict[str, Case]:
@@ -216,7 +220,7 @@ def _optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
 
 
 def _weights(net: nn.Module) -> Arrays:
-    return {k: p.detach().numpy().copy() for k, p in net.named_parameters()}
+    return {k: p.detach().cpu().numpy().copy() for k, p in net.named_parameters()}
 
 
 def oracle_for(case: Case, paths: list[list[Arrays]]) -> Oracle:
@@ -226,20 +230,23 @@ def oracle_for(case: Case, paths: list[list[Arrays]]) -> Oracle:
     times larger: two runs part that differ in nothing but the order of a sum. The gradients along the ranks' path keep
     the comparison to what the strategy makes of them.
     """
-    net = build()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the ranks' choice too
+    net = build().to(device)
     parameters = dict(net.named_parameters())
-    rounding = case.strategy.amp is not None or case.strategy.fp16_allreduce is not None
+    amp = case.strategy.part(Amp)
+    dtype = torch.float16 if amp and amp.dtype == "fp16" else torch.bfloat16
+    rounding = amp is not None or case.strategy.fp16_allreduce is not None
 
     def oracle(weights: Arrays, step: int, part: int, rank: int, scale: float) -> tuple[float, Arrays]:
         with torch.no_grad():
             for k, w in (paths[rank][step] if rounding else weights).items():
                 parameters[k].copy_(torch.from_numpy(np.asarray(w, np.float32)))
         net.zero_grad()
-        x, y = batch(step, part, rank, (step, rank) in case.poisoned)
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.strategy.amp is not None):
+        x, y = (each.to(device) for each in batch(step, part, rank, (step, rank) in case.poisoned))
+        with torch.autocast(device.type, dtype, enabled=amp is not None):
             loss = F.cross_entropy(net(x), y)
         (loss * scale).backward()
-        return loss.item(), {k: p.grad.numpy().copy() for k, p in parameters.items() if p.grad is not None}
+        return loss.item(), {k: p.grad.cpu().numpy().copy() for k, p in parameters.items() if p.grad is not None}
 
     return oracle
 

@@ -45,6 +45,7 @@ class Gradients:
         self.merged = 0  #: forward passes since the last update
         self.merged_samples: Tensor | float = 0.0  #: samples all ranks saw in them
         self._own_samples = 0.0  # and this rank alone
+        self._boost = 1.0  # beyond the loss scale, see ``_weight``
         self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
         self._stale = True  # those of a finished update stay readable until the next backward begins
 
@@ -83,7 +84,7 @@ class Gradients:
     def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally, step: int) -> None:
         """Reduce what ``add_local`` gathered, this rank counting as ``samples``."""
         self.merged, self.merged_samples, self._own_samples = 1, tally.samples, samples
-        self.assumed = tally.samples
+        self.assumed, self._boost = tally.samples, 1.0
         chosen = list(optimizers)
         if self._reducers and not self._sum:
             self._scale(samples / tally.samples)
@@ -131,15 +132,22 @@ class Gradients:
         The part is of the previous update's samples: waiting here for the true number would hold a quick rank's
         backward until the slowest has done its forward pass. All ranks assume the same, so the sum can be put right
         afterwards, in the rare step where it must be.
+
+        A loss scale is meant for the mean over one batch, as it is in one process; its part of a large global batch
+        would be as much smaller as there are batches in it, and vanish in fp16. So that factor is taken along.
         """
+        passes = self._plan.gradient_merge
+        if self._scaler.active and not self._plain:
+            self._boost = float(passes * (self._plan.ranks if self._reducers and not self._sum else 1))
+        scale = self._scaler.scale * self._boost
         if self._plain:
-            return self._scaler.scale
+            return scale
         if self._sum:
-            return self._scaler.scale / self._plan.gradient_merge
+            return scale / passes
         if self.assumed is None:
-            total = tally.samples * self._plan.gradient_merge
+            total = tally.samples * passes
             self.assumed = total if isinstance(total, Tensor) or total else 1.0
-        return samples * self._scaler.scale / self.assumed
+        return samples * scale / self.assumed
 
     def _arm(self, optimizers: Iterable[str], step: int) -> None:
         for key in optimizers:
@@ -165,7 +173,7 @@ class Gradients:
 
     def _all_finite(self, optimizers: Iterable[str]) -> bool:
         grads = [p.grad for key in optimizers for p in self._owned[key] if p.grad is not None]
-        finite = self._scaler.unscale(grads)
+        finite = self._scaler.unscale(grads, self._boost)
         if self._flags is None:  # reduced gradients are the same everywhere, and so is the answer
             return finite
         device = next(iter(self._parameters.values())).device

@@ -54,12 +54,15 @@ class Scaler:
         self._finite = 0  # steps in a row
         self._overflowed = 0
 
-    def unscale(self, gradients: list[Tensor]) -> bool:
-        """Divide by the scale, in place; whether every entry is finite. On a GPU this waits for the device."""
+    def unscale(self, gradients: list[Tensor], boost: float = 1.0) -> bool:
+        """Divide by the scale (times ``boost``), in place; whether every entry is finite.
+
+        On a GPU this waits for the device.
+        """
         if not gradients:
             return True
         found = torch.zeros((), device=gradients[0].device)
-        inverse = torch.full((), 1.0 / self.scale, device=gradients[0].device)
+        inverse = torch.full((), 1.0 / (self.scale * boost), device=gradients[0].device)
         by_kind: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             values = gradient._values() if gradient.is_sparse else gradient
