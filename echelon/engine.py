@@ -304,6 +304,16 @@ class Engine:
     def _here(self) -> str:
         return f"step {self.steps + 1}, rank {self.world.rank}"
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward; 1 without a loss scale."""
+        return self._scaler.scale
+
+    @property
+    def skipped(self) -> int:
+        """Steps that an overflow has skipped so far."""
+        return self._scaler.skipped
+
     # ---- surroundings ----
 
     def say(self, text: str) -> None:
