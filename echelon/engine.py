@@ -149,6 +149,12 @@ class Engine:
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
         return results
 
+    def synchronize(self) -> None:
+        """Make all replicas their average now, where they step alone (localsgd); else they are equal already."""
+        if self._local:
+            with self._explained():
+                self._local.meet()
+
     def loader(
         self, dataset: Any, *, batch_size: int | None = None, global_batch: int | None = None, **options: Any
     ) -> Loader:

@@ -183,7 +183,7 @@ def test_ranks_that_step_alone_are_kept_as_one_model(tmp_path: Path) -> None:
 # ---- ranks that step alone ----
 
 
-def local_convnet() -> tuple[list[dict[str, Tensor]], dict[str, float], dict[str, float], list[Tensor]]:
+def local_convnet() -> tuple[list[dict[str, Tensor]], dict[str, float], Tensor]:
     echelon.init(seed=3)
     torch.manual_seed(2)
     net = ConvNet()
@@ -201,17 +201,21 @@ def local_convnet() -> tuple[list[dict[str, Tensor]], dict[str, float], dict[str
             shown = engine.evaluate([test], metrics=["accuracy"])
             own = net.state_dict()
             assert all(torch.equal(own[key], value) for key, value in seen[-1].items()), "evaluating changed a rank"
-    momentum = [made.state[p]["momentum_buffer"].clone() for p in net.parameters()] if made.state else []
-    return seen, shown, {}, momentum
+    momentum = made.state[net.head.weight]["momentum_buffer"].clone()
+    engine.step(*batch_for("convnet", 8, 60 + echelon.rank()))
+    engine.synchronize()
+    seen.append({key: value.clone() for key, value in net.state_dict().items()})
+    return seen, shown, momentum
 
 
 def test_batch_norm_statistics_meet_with_the_weights_and_evaluation_sees_the_average() -> None:
-    (first, shown, _, _), (second, shown_too, _, _) = run(local_convnet)
-    for step in range(6):
+    (first, shown, momentum), (second, shown_too, other_momentum) = run(local_convnet)
+    assert not torch.equal(momentum, other_momentum), "momentum was averaged without being asked"
+    for step in range(7):
         for key, value in first[step].items():
             if not key.endswith("num_batches_tracked") and "body.3.bias" not in key:  # batch norm cancels that bias
                 together = torch.equal(value, second[step][key])
-                assert together == (step in (2, 5)), f"{key} after step {step + 1}"
+                assert together == (step in (2, 5, 6)), f"{key} after step {step + 1}"
     assert shown == shown_too
     net = ConvNet()
     net.load_state_dict({key: _mean(value, second[4][key]) for key, value in first[4].items()})

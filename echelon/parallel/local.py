@@ -61,10 +61,9 @@ class LocalSteps:
         if self.since < (self.k if step > self._settings.begin_step else 1):
             return None
         before = self.k
-        self._average_weights()
+        self.meet()
         if adaptive:
             self._adapt(float(loss), rate)
-        self.since = 0
         return None if self.k == before else f"localsgd: k {before} -> {self.k}"
 
     @contextlib.contextmanager
@@ -123,7 +122,9 @@ class LocalSteps:
         return views
 
     @torch.no_grad()
-    def _average_weights(self) -> None:
+    def meet(self) -> None:
+        """All replicas become their average, the outer optimizer's step taken."""
+        self.since = 0
         for index, change in enumerate(self._mean_changes()):
             snapshot = self._snapshots[index]
             snapshot.sub_(self._outer_step(index, change).to(snapshot.dtype))

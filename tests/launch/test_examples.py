@@ -43,5 +43,17 @@ def test_buckets_save_padding(tmp_path: Path) -> None:
     assert buckets < plain / 3
 
 
+def test_strategies_learn_alike_and_send_less(tmp_path: Path) -> None:
+    out = run("strategies.py", cwd=tmp_path)
+    found = re.findall(r"^(.*?) +accuracy +([\d.]+)% +sent by each rank in a step: ([\d.]+) kB$", out, re.MULTILINE)
+    assert len(found) == 6, out
+    sent = {name: float(kilobytes) for name, _, kilobytes in found}
+    assert all(float(accuracy) > 94 for _, accuracy, _ in found), out
+    assert sent["fp16_allreduce"] < 0.51 * sent["plain"]
+    assert sent["localsgd, k = 8"] < 0.13 * sent["plain"]
+    assert sent["dgc, 99 % kept back"] < 0.05 * sent["plain"]
+
+
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"adversarial.py", "digits.py", "variable_length.py"}
+    tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
