@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon import world as worlds
@@ -16,6 +15,7 @@ from echelon.keep import Checkpoint, Scheduler
 from echelon.objective import LossFunction
 from echelon.parallel.agree import agree
 from echelon.parallel.batch_norm import synchronize
+from echelon.parallel.groups import Groups
 from echelon.parallel.precision import check_precision
 from echelon.parallel.recompute import apply_recompute
 from echelon.parallel.replicate import broadcast_state
@@ -54,15 +54,16 @@ def distribute(
     made = make_plan(model, optimizers, strategy or Strategy(), world.size, world.place.local_world_size)
     chosen = _checked(plan, made) if plan else made
     check_precision(chosen.amp, world.device)
+    groups = Groups(world.backend)
     if world.control is not None:
         agree(chosen, world.control)
         broadcast_state(model)
         if chosen.sync_batch_norm:
-            synchronize(model, chosen.sync_batch_norm, dist.new_group(backend=world.backend))
+            synchronize(model, chosen.sync_batch_norm, groups.new())
         worlds.seed_for_rank(world.seed, world.rank)
     if chosen.recompute or chosen.chains:
         apply_recompute(model, chosen.recompute, chosen.chains, offload=chosen.offload, group=world.control)
-    engine = Engine(world, model, loss, optimizers, _listed(scheduler), chosen, checkpoint, log or Log())
+    engine = Engine(world, groups, model, loss, optimizers, _listed(scheduler), chosen, checkpoint, log or Log())
     engine.announce()
     engine.resume()
     return engine

@@ -28,6 +28,7 @@ from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import make_peers
 from echelon.parallel.gradients import Gradients
+from echelon.parallel.groups import Groups
 from echelon.parallel.local import LocalSteps
 from echelon.parallel.precision import Scaler
 from echelon.parallel.rates import rate_factor, scaled_rates
@@ -47,6 +48,7 @@ class Engine:
     def __init__(
         self,
         world: World,
+        groups: Groups,
         model: nn.Module,
         loss: LossFunction | None,
         optimizers: Mapping[str, torch.optim.Optimizer],
@@ -61,15 +63,21 @@ class Engine:
         self._group = dist.group.WORLD if world.size > 1 else None
         self._objective = Objective(model, loss, plan.amp, world.device)
         self._given = optimizers  # what the user made, and schedules drive
-        peers = make_peers(plan, world) if plan.dgc else None
+        peers = make_peers(plan, world, groups) if plan.dgc else None
         self._notices = replaced_decay(plan, optimizers)
         self.optimizers = successors(plan, optimizers, model, peers)  #: what takes the steps
         self._scaler = Scaler(plan.amp)
-        groups = [dist.new_group(backend=world.backend) for _ in range(plan.communicators)] if self._group else []
-        self._local = LocalSteps(plan, model, self.optimizers, self._scaler, groups[0]) if plan.local else None
+        self._groups: Groups | None = groups  # None when closed
+        carriers = [groups.new() for _ in range(plan.communicators)] if self._group else []
+        self._local = LocalSteps(plan, model, self.optimizers, self._scaler, carriers[0]) if plan.local else None
         self._together = None if self._local else self._group  # who shares every step
         self._gradients = Gradients(
-            plan, dict(model.named_parameters()), self.optimizers, groups if self._together else [], self._scaler, peers
+            plan,
+            dict(model.named_parameters()),
+            self.optimizers,
+            carriers if self._together else [],
+            self._scaler,
+            peers,
         )
         self._keeper = Keeper(
             world, model, self.optimizers, schedulers, self._gradients, self._scaler, self._local, checkpoint
@@ -193,14 +201,24 @@ class Engine:
             self.load(found)
 
     def close(self) -> None:
-        """Finish what runs in the background. Called by itself at exit."""
+        """Finish what runs in the background and let go of connections; the engine trains no more. All ranks call it.
+
+        At exit it happens by itself.
+        """
         atexit.unregister(self._close_at_exit)
+        self._finish_background()
+        if self._groups is not None:
+            self._groups.close()
+            self._keeper.close()
+        self._groups = None
+
+    def _finish_background(self) -> None:
         self._watch.close()
         self._keeper.wait()
 
     def _close_at_exit(self) -> None:
         try:
-            self.close()
+            self._finish_background()
         except EchelonError as error:  # the last checkpoint failed in the background, say
             print(f"echelon: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -298,6 +316,8 @@ class Engine:
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Around what talks to other ranks: a peer that is gone is told in a line of ours."""
+        if self._groups is None:
+            raise UsageError("the engine is closed and trains no more; call distribute() for another")
         try:
             yield
         except RuntimeError as error:

@@ -141,6 +141,11 @@ class Keeper:
         for writer in self._writers.values():
             writer.wait()
 
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         rank = self._world.rank
         kept, optimizers = optimizer_state(self._model, self._optimizers)

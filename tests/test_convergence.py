@@ -20,8 +20,8 @@ from convergence import ROWS, Digits, data_folder, read_images, train
 
 IMAGES, EPOCHS, SEEDS = 4000, 4, 2
 #: Percentage points between two means over SEEDS. One seed's difference to plain training has a standard deviation of
-#: 0.39 (dgc) and 0.25 (localsgd), measured over 8 seeds, around -0.04 and 0.06: the bar is 3.6 deviations of the mean or
-#: more, for a machine whose sums round otherwise; on one machine the result repeats itself. Faults put in by hand go
+#: 0.39 (dgc) and 0.25 (localsgd), measured over 8 seeds, around -0.04 and 0.06: the bar is 3.6 deviations of the mean
+#: or more, for a machine whose sums round otherwise; on one machine the result repeats itself. Faults put in by hand go
 #: beyond it: a residual that is forgotten by 1.5 to 1.7 points, ranks that never average by 1.8.
 BAR = 1.0
 
@@ -40,6 +40,7 @@ def learn(names: list[str]) -> dict[str, Curves]:
 
 @pytest.fixture(scope="module")
 def learned() -> dict[str, Curves]:
+    first: dict[str, Curves]
     first, second = run(learn, ["plain", "dgc 0.99", "localsgd"], ranks=2, timeout=110)
     assert first == second, "ranks evaluate one model together"
     return first

@@ -231,3 +231,30 @@ def test_what_will_run_is_announced(capfd: pytest.CaptureFixture[str]) -> None:
     assert "lars: weight decay 0.0005, in place of 0.3 of the optimizer 'main'" in said
     assert "undecayed: 2 parameters" in said
     assert "lr scaling: " in said
+
+
+# ---- coming and going ----
+
+
+def many_engines() -> tuple[list[int], str]:
+    """Open files after each of some engines that were closed; and what a closed one says."""
+    echelon.init()
+    opened = []
+    for _ in range(6):
+        net = nn.Sequential(nn.Linear(30, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = echelon.distribute(
+            net, loss=F.cross_entropy, optimizer=optimizer, strategy=Strategy(dgc=DGC), log=QUIET
+        )
+        engine.step(torch.randn(4, 30), torch.zeros(4, dtype=torch.int64))
+        engine.close()
+        opened.append(len(os.listdir("/proc/self/fd")))
+    with pytest.raises(UsageError) as caught:
+        engine.step(torch.randn(4, 30), torch.zeros(4, dtype=torch.int64))
+    return opened, str(caught.value)
+
+
+def test_a_closed_engine_leaves_no_connections_behind() -> None:
+    for opened, said in run(many_engines):
+        assert opened[-1] <= opened[1], opened
+        assert said == "the engine is closed and trains no more; call distribute() for another"

@@ -34,6 +34,11 @@ class Peers:
                 dist.get_process_group_ranks(group), backend="gloo", timeout=timedelta(seconds=timeout)
             )
 
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
     def agree(self, doing: str, offer: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
         """Rank 0's ``decide`` over every rank's ``offer``; if any of them fails anywhere, the same error everywhere."""
         mine, cause = _attempt(offer)

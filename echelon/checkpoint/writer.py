@@ -85,6 +85,11 @@ class Writer:
         if failure is not None:
             raise failure
 
+    def close(self) -> None:
+        """Wait, and let go of the connections to the other ranks."""
+        self.wait()
+        self._peers.close()
+
     def _write(self, save: Save) -> None:
         try:
             save.write()

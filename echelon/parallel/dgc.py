@@ -21,6 +21,7 @@ from echelon.errors import UsageError
 from echelon.optim.sharing import SharingOptimizer, share_groups
 from echelon.parallel.collective import all_gather
 from echelon.parallel.compress import Compressor, apply_sparse, schedule_sparsity
+from echelon.parallel.groups import Groups
 from echelon.parallel.precision import DTYPES
 from echelon.plan import Plan
 from echelon.world import World
@@ -45,15 +46,15 @@ class Peers:
         return self.within is None or dist.get_rank() == self.leader
 
 
-def make_peers(plan: Plan, world: World) -> Peers:
+def make_peers(plan: Plan, world: World, groups: Groups) -> Peers:
     """The groups for a plan; every rank makes all of them, in the same order."""
     if world.size == 1:
         return Peers(1, None)
     if plan.ranks_per_host == 1:
-        return Peers(world.size, dist.new_group(backend=world.backend))
+        return Peers(world.size, groups.new())
     hosts = [range(first, first + plan.ranks_per_host) for first in range(0, world.size, plan.ranks_per_host)]
-    within = [dist.new_group(list(host), backend=world.backend) for host in hosts]
-    across = dist.new_group([host[0] for host in hosts], backend=world.backend)
+    within = [groups.new(host) for host in hosts]
+    across = groups.new([host[0] for host in hosts])
     mine = world.rank // plan.ranks_per_host
     leads = world.rank == hosts[mine][0]
     return Peers(len(hosts), across if leads and len(hosts) > 1 else None, within[mine], hosts[mine][0])

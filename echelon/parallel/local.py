@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.parallel.collective import start_small_sum
+from echelon.parallel.drift import Drift
 from echelon.parallel.precision import Scaler
-from echelon.parallel.replicate import average, average_buffers, flatten, scatter
-from echelon.parallel.wire import sum_over
+from echelon.parallel.replicate import average, average_buffers
 from echelon.plan import Plan
 from echelon.strategy import AdaptiveLocalSgd, LocalSgd, Outer
 
@@ -39,12 +39,13 @@ class LocalSteps:
         self._settings: LocalSgd | AdaptiveLocalSgd = plan.local
         self._outer = plan.local.outer if isinstance(plan.local.outer, Outer) else None
         self._model, self._optimizers, self._scaler, self._group = model, optimizers, scaler, group
-        self._wire, self._ranks = plan.wire, dist.get_world_size(group)
+        self._ranks, self._device = dist.get_world_size(group), next(model.parameters()).device
         named = dict(model.named_parameters())
-        self._names = [bucket.parameters for bucket in plan.buckets]
-        self._parts = [[named[name] for name in bucket.parameters] for bucket in plan.buckets]
-        self._snapshots = [flatten(part) for part in self._parts]
-        self._velocities = [torch.zeros_like(snapshot) for snapshot in self._snapshots] if self._outer else []
+        self._drifts = [
+            Drift(bucket.parameters, [named[name] for name in bucket.parameters], plan.wire, group, number)
+            for number, bucket in enumerate(plan.buckets)
+        ]
+        self._velocities = [drift.empty() for drift in self._drifts] if self._outer else []
         adaptive = isinstance(plan.local, AdaptiveLocalSgd)
         self.k = plan.local.init_k_steps if isinstance(plan.local, AdaptiveLocalSgd) else plan.local.k_steps
         self.since = 0  #: steps since the last sync
@@ -72,25 +73,23 @@ class LocalSteps:
         if self.since == 0:
             yield
             return
-        kept = [flatten(part) for part in self._parts]
+        kept = [drift.copy() for drift in self._drifts]
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        with torch.no_grad():
-            for part, flat, snapshot, d in zip(self._parts, kept, self._snapshots, self._mean_changes(), strict=True):
-                scatter(snapshot - d.to(flat.dtype), part)
+        for drift, change in zip(self._drifts, self._mean_changes(), strict=True):
+            drift.show(change)
         average_buffers(self._model)
         try:
             yield
         finally:
+            for drift, copied in zip(self._drifts, kept, strict=True):
+                drift.put_back(copied)
             with torch.no_grad():
-                for part, flat in zip(self._parts, kept, strict=True):
-                    scatter(flat, part)
                 for name, buffer in self._model.named_buffers():
                     buffer.copy_(buffers[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Where the ranks last met, and the outer momentum: the same on every rank."""
-        snapshots = self._by_name("snapshot", self._snapshots)
-        return snapshots | self._by_name("velocity", self._velocities)
+        return self._snapshots() | self._outer_momentum()
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -102,46 +101,42 @@ class LocalSteps:
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> None:
         """Go on as saved; without ``facts`` (another number of ranks) from the average that the model now is."""
         self.since = 0
-        for snapshot, part in zip(self._snapshots, self._parts, strict=True):
-            snapshot.copy_(flatten(part))
-        mine = self._by_name("velocity", self._velocities)
+        for drift in self._drifts:
+            drift.begin_here()
+        mine = self._outer_momentum()
         if facts is not None:
-            mine |= self._by_name("snapshot", self._snapshots)
+            mine |= self._snapshots()
             self.k, self.since, self._agreed = facts["k"], facts["since"], facts["agreed"]
             self._first, self._first_rate = facts["first"], facts["first_rate"]
         for name, value in mine.items():
             if name in tensors:
                 value.copy_(tensors[name].view(value.shape))
 
-    def _by_name(self, kind: str, rows: list[Tensor]) -> dict[str, Tensor]:
-        """Each parameter's part of the rows, as views."""
-        views: dict[str, Tensor] = {}
-        for row, names, part in zip(rows, self._names, self._parts, strict=False):
-            pieces = torch.split(row, [p.numel() for p in part])
-            views |= {f"{kind}.{name}": piece for name, piece in zip(names, pieces, strict=True)}
-        return views
+    def _snapshots(self) -> dict[str, Tensor]:
+        return {f"snapshot.{name}": view for drift in self._drifts for name, view in drift.snapshots().items()}
+
+    def _outer_momentum(self) -> dict[str, Tensor]:
+        rows = zip(self._drifts, self._velocities, strict=False)
+        return {f"velocity.{name}": view for drift, row in rows for name, view in drift.by_name(row).items()}
 
     @torch.no_grad()
     def meet(self) -> None:
         """All replicas become their average, the outer optimizer's step taken."""
         self.since = 0
         for index, change in enumerate(self._mean_changes()):
-            snapshot = self._snapshots[index]
-            snapshot.sub_(self._outer_step(index, change).to(snapshot.dtype))
-            scatter(snapshot, self._parts[index])
+            self._drifts[index].go_on(self._outer_step(index, change))
         average_buffers(self._model)
         if self._settings.average_momentum:
             average([value for o in self._optimizers.values() for s in o.state.values() for value in s.values()])
         self._agree_on_scale()
 
-    def _mean_changes(self) -> list[Tensor]:
-        """``mean over ranks of (snapshot - w)``, for each part of the model."""
-        changes = [snapshot - flatten(part) for snapshot, part in zip(self._snapshots, self._parts, strict=True)]
-        sums = [sum_over(change, self._wire, self._group, i) for i, change in enumerate(changes)]
-        for phase in ("start", "turn", "finish"):
-            for each in sums:
-                getattr(each, phase)()
-        return [change.div_(self._ranks) for change in changes]
+    def _mean_changes(self) -> Iterator[Tensor]:
+        """``mean over ranks of (snapshot - w)``, part by part while the next ones still travel."""
+        for drift in self._drifts:
+            drift.start()
+        for drift in self._drifts:
+            drift.turn()
+        return (drift.mean() for drift in self._drifts)
 
     def _outer_step(self, index: int, change: Tensor) -> Tensor:
         if self._outer is None:
@@ -152,7 +147,7 @@ class LocalSteps:
 
     def _agree_on_scale(self) -> None:
         if self._scaler.active:
-            smallest = torch.tensor([self._scaler.scale], dtype=torch.double, device=self._snapshots[0].device)
+            smallest = torch.tensor([self._scaler.scale], dtype=torch.double, device=self._device)
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
             self._scaler.scale = float(smallest)
 
@@ -161,7 +156,7 @@ class LocalSteps:
         settings = self._settings
         assert isinstance(settings, AdaptiveLocalSgd)
         own = [*_counted(loss), rate, *_counted(self._first if self._first is not None else math.nan)]
-        sums = start_small_sum(torch.tensor(own, dtype=torch.double, device=self._snapshots[0].device), self._group)()
+        sums = start_small_sum(torch.tensor(own, dtype=torch.double, device=self._device), self._group)()
         total, finite, rates, first, begun = sums.tolist()
         rate = rates / self._ranks
         if not self._agreed and begun:  # until now every rank knew only its own first loss

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.parallel.collective import hand_round, swap_rows
+from echelon.parallel.collective import Waiting, hand_round, swap_rows
 from echelon.parallel.precision import DTYPES
 
 #: The largest entry of a chunk travels as a half float of about this size; 65504 is the most that one can hold.
@@ -70,13 +70,13 @@ class _SixteenBitSum:
         self._sent = torch.zeros((ranks, length + 1), dtype=dtype, device=place)
         self._came = torch.empty_like(self._sent)
         self._mine = torch.zeros(length + 1, dtype=dtype, device=place)
-        self._works: list[dist.Work] = []
+        self._under_way: Waiting | None = None
 
     @torch.no_grad()
     def start(self) -> None:
         for chunk, message in zip(self._chunks, self._sent, strict=False):
             _encode(chunk, message)
-        self._works = swap_rows(self._came, self._sent, self._group, self._tag)
+        self._under_way = swap_rows(self._came, self._sent, self._group, self._tag)
 
     @torch.no_grad()
     def turn(self) -> None:
@@ -86,7 +86,7 @@ class _SixteenBitSum:
             for part, numbers in _decoded(message, total):
                 part.add_(numbers)
         _encode(total, self._mine)
-        self._works = hand_round(self._came, self._mine, self._group, self._tag + 1)
+        self._under_way = hand_round(self._came, self._mine, self._group, self._tag + 1)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -96,8 +96,8 @@ class _SixteenBitSum:
                 part.copy_(numbers)
 
     def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        assert self._under_way is not None
+        self._under_way.wait()
 
 
 def _encode(numbers: Tensor, message: Tensor) -> None:
