@@ -147,13 +147,14 @@ def _through_the_wire(x: np.ndarray, wire: str) -> np.ndarray:
 
 
 def sum_on_the_wire(rows: list[np.ndarray], wire: str | None) -> np.ndarray:
-    """Chunk i of every row goes to rank i, is added there, and comes back."""
+    """Chunk i of every row goes to rank i, is added to what is there, and comes back."""
     if wire is None:
         return np.sum(rows, axis=0)
     length = math.ceil(len(rows[0]) / len(rows))
     chunks = []
-    for begin in range(0, len(rows[0]), length):
-        parts = [_through_the_wire(row[begin : begin + length].astype(np.float32), wire) for row in rows]
+    for owner, begin in enumerate(range(0, len(rows[0]), length)):
+        parts = [row[begin : begin + length].astype(np.float32) for row in rows]
+        parts = [part if i == owner else _through_the_wire(part, wire) for i, part in enumerate(parts)]
         chunks.append(_through_the_wire(np.sum(parts, axis=0), wire))
     return np.concatenate(chunks)
 

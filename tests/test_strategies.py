@@ -19,6 +19,7 @@ import echelon
 from echelon import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Outer, Strategy
 
 STEPS, BATCH = 20, 8
+RATES = {"sgd": 0.05, "adam": 0.01}
 
 
 class Blocks(nn.Module):
@@ -94,12 +95,12 @@ def _cases() -> dict[str, Case]:
     cases = {}
     for name, (mine, theirs, optimizer) in BASE.items():
         for more, (also_mine, also_theirs) in WITH.items():
-            reference = Settings(optimizer=optimizer, **theirs, **also_theirs)
+            reference = Settings(optimizer=optimizer, lr=RATES[optimizer], **theirs, **also_theirs)
             cases[f"{name} {more}".strip()] = Case(Strategy(**mine, **also_mine), reference, optimizer)
     if torch.cuda.is_available():  # our CPUs compute no fp16
         half = Amp(dtype="fp16", growth_interval=5)
         for name, (mine, theirs, optimizer) in BASE.items():
-            reference = Settings(optimizer=optimizer, scale=R_SCALED, **theirs)
+            reference = Settings(optimizer=optimizer, lr=RATES[optimizer], scale=R_SCALED, **theirs)
             cases[f"{name} fp16"] = Case(Strategy(amp=half, **mine), reference, optimizer)
     return cases | _special_cases()
 
@@ -150,7 +151,7 @@ def _special_cases() -> dict[str, Case]:
         "lars with a schedule": case(Strategy(lars=LARS), {"scheduled": True}, lars=R_LARS, schedule=_decayed),
         **{f"overflow {name}": case(
             Strategy(amp=SCALED, **mine), {"poisoned": ((2, 1), (3, 1), (9, 0)), "optimizer": optimizer},
-            scale=R_SCALED, optimizer=optimizer, **theirs,
+            scale=R_SCALED, optimizer=optimizer, lr=RATES[optimizer], **theirs,
         ) for name, (mine, theirs, optimizer) in BASE.items()},
         "overflow on the wire": case(
             Strategy(amp=SCALED, fp16_allreduce=True), {"poisoned": ((2, 1), (3, 1))}, scale=R_SCALED, wire="fp16"
@@ -215,8 +216,10 @@ def _train(case: Case) -> Trained:
 
 def _optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "adam":
-        return torch.optim.Adam(net.parameters(), lr=0.05)
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=case.decay, nesterov=case.nesterov)
+        return torch.optim.Adam(net.parameters(), lr=RATES["adam"])
+    return torch.optim.SGD(
+        net.parameters(), lr=RATES["sgd"], momentum=0.9, weight_decay=case.decay, nesterov=case.nesterov
+    )
 
 
 def _weights(net: nn.Module) -> Arrays:

@@ -13,6 +13,7 @@ momentum move it. Each bucket therefore carries one flag a parameter behind the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -98,6 +99,7 @@ class _Bucket:
         self._slots = _views(self._row, self.parameters)
         self._sum = sum_over(self._row, plan.wire, group, plan.buckets.index(bucket))
         self._sum_within = sum_over(self._row, None, within) if within and bucket.compressed else None
+        self._on_complete: Callable[[], None] = lambda: None
         self._under_way: Sum | None = None
         self._missing: list[int] = []
         self._waiting = set(range(len(self.parameters)))
@@ -107,23 +109,21 @@ class _Bucket:
         return not self._waiting
 
     def watch(self, on_complete: Callable[[], None]) -> None:
+        """Call ``on_complete`` whenever backward has made the last of these gradients."""
+        self._on_complete = on_complete
         for index, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._hook(index, on_complete)
+            parameter.register_post_accumulate_grad_hook(_hook(self, index))  # type: ignore[no-untyped-call]
+
+    def note(self, index: int) -> None:
+        """Backward has made this gradient."""
+        if self._under_way is not None:
+            raise UsageError(
+                f"the gradient of '{self.names[index]}' changed after it was sent: one backward finished it "
+                "twice; with torch.utils.checkpoint use use_reentrant=False"
             )
-
-    def _hook(self, index: int, on_complete: Callable[[], None]) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if self._under_way is not None:
-                raise UsageError(
-                    f"the gradient of '{self.names[index]}' changed after it was sent: one backward finished it "
-                    "twice; with torch.utils.checkpoint use use_reentrant=False"
-                )
-            self._waiting.discard(index)
-            if not self._waiting:
-                on_complete()
-
-        return hook
+        self._waiting.discard(index)
+        if not self._waiting:
+            self._on_complete()
 
     def reset(self) -> None:
         self._under_way = None
@@ -170,6 +170,19 @@ class _Bucket:
                     f"'{name}' has a sparse gradient, but it is not the weight of an Embedding or EmbeddingBag with "
                     "sparse=True; use one of those, or sparse=False"
                 )
+
+
+def _hook(bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
+    """Torch holds a hook, and what the hook holds, where Python's garbage collection does not look: hence a weak
+    reference, or neither model nor connections would ever be freed."""
+    found = weakref.ref(bucket)
+
+    def hook(_: Tensor) -> None:
+        living = found()
+        if living is not None:
+            living.note(index)
+
+    return hook
 
 
 def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -1,10 +1,10 @@
 """Sums over ranks of long rows, as they are or with 16 bits a number on the network.
 
 The 16-bit sum scatters and gathers by itself instead of calling an all-reduce on half floats: every rank receives its
-chunk from all others, adds it up in fp32, and hands the result round. The bytes are those of a ring all-reduce; each
-number is rounded twice, however many ranks there are, where a ring rounds at every hop. Half floats reach from 6e-8 to
-65504 only, so each chunk travels with a power of two by which its largest entry fits, and nothing overflows that was
-finite. Entries that are not finite arrive as such: an overflowed gradient must stay recognizable.
+chunk from all others, adds it to its own in fp32, and hands the result round. The bytes are those of a ring all-reduce;
+each number is rounded twice, however many ranks there are, where a ring rounds at every hop. Half floats reach from
+6e-8 to 65504 only, so each chunk travels with a power of two by which its largest entry fits, and nothing overflows
+that was finite. Entries that are not finite arrive as such: an overflowed gradient must stay recognizable.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _PlainSum:
 class _SixteenBitSum:
     def __init__(self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int) -> None:
         self._group, self._tag = group, 2 * number
-        ranks = dist.get_world_size(group)
+        ranks, self._me = dist.get_world_size(group), dist.get_rank(group)
         length = max(-(-row.numel() // ranks), 1)
         self._chunks = [row[begin : begin + length] for begin in range(0, row.numel(), length)]
         # Gloo sends messages from host memory only. A chunk for every rank, and behind each its power of two.
@@ -70,22 +70,26 @@ class _SixteenBitSum:
         self._sent = torch.zeros((ranks, length + 1), dtype=dtype, device=place)
         self._came = torch.empty_like(self._sent)
         self._mine = torch.zeros(length + 1, dtype=dtype, device=place)
+        self._total = torch.zeros(length, device=place)
         self._under_way: Waiting | None = None
 
     @torch.no_grad()
     def start(self) -> None:
-        for chunk, message in zip(self._chunks, self._sent, strict=False):
-            _encode(chunk, message)
+        for rank, (chunk, message) in enumerate(zip(self._chunks, self._sent, strict=False)):
+            if rank != self._me:
+                _encode(chunk, message)
         self._under_way = swap_rows(self._came, self._sent, self._group, self._tag)
 
     @torch.no_grad()
     def turn(self) -> None:
         self._wait()
-        total = torch.zeros(self._mine.numel() - 1, device=self._mine.device)
-        for message in self._came:
-            for part, numbers in _decoded(message, total):
-                part.add_(numbers)
-        _encode(total, self._mine)
+        for own in self._chunks[self._me : self._me + 1]:  # none where there are fewer chunks than ranks
+            self._total[: own.numel()].copy_(own)
+        for rank, message in enumerate(self._came):
+            if rank != self._me:
+                for part, numbers in _decoded(message, self._total):
+                    part.add_(numbers)
+        _encode(self._total, self._mine)
         self._under_way = hand_round(self._came, self._mine, self._group, self._tag + 1)
 
     @torch.no_grad()
