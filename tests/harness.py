@@ -7,6 +7,8 @@ raises, dies or outlives the time limit fails the test with its name and traceba
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -87,9 +89,19 @@ def run_raw(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody else takes before it is used: apart from those the kernel deals out, and from those of other
+    pytest workers."""
+    for number in _ports:
+        port = 20000 + 1000 * _worker + number % 1000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable")
+
+
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = itertools.count(os.getpid() % 1000)
 
 
 def _collect(pipes: list[Any], processes: list[Any], timeout: float) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -82,12 +81,6 @@ def until(ready: Callable[[], bool], what: str) -> None:
     while not ready():
         assert time.monotonic() < deadline, f"{what} did not come within {LIMIT} s"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def processes_with(marker: str) -> list[str]:

@@ -4,7 +4,8 @@ import json
 import socket
 
 import pytest
-from command import echelon, finish, free_port, start, until, write
+from command import echelon, finish, start, until, write
+from harness import free_port
 
 from echelon.errors import UsageError
 from echelon.launch.muster import Host, arrange
