@@ -43,6 +43,7 @@ NAMES = {
     "dense-2": "Echelon, 2 communicators",
     "fp16": "Echelon, fp16_allreduce",
     "dgc": "Echelon, dgc 99.9 %",
+    "dgc-99": "Echelon, dgc 99 %",
     "localsgd": "Echelon, localsgd k=8",
 }
 #: Horovod's fp16 is there for whoever asks.

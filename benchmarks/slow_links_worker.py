@@ -100,10 +100,10 @@ def _two_communicators(work: Work) -> Contender:
     return ours(work, reduction=echelon.Reduction(communicators=2))
 
 
-def _dgc(work: Work) -> Contender:
+def _dgc(work: Work, sparsity: float = 0.999) -> Contender:
     import echelon
 
-    return ours(work, dgc=echelon.Dgc(sparsity=(0.999,)))
+    return ours(work, dgc=echelon.Dgc(sparsity=(sparsity,)))
 
 
 def _local_sgd(work: Work) -> Contender:
@@ -123,6 +123,7 @@ CONTENDERS: dict[str, Callable[[Work], Contender]] = {
     "dense-2": _two_communicators,
     "fp16": lambda work: ours(work, fp16_allreduce=True),
     "dgc": _dgc,
+    "dgc-99": lambda work: _dgc(work, 0.99),
     "localsgd": _local_sgd,
 }
 
