@@ -235,10 +235,10 @@ class Engine:
             self._tell(self._scaler.update(finite=not self._gradients.overflowed))
         samples = tally.samples * (self.world.size if self._local else 1)
         self._gradients.applied()
-        self.steps += 1
         if self._local:
             with self._explained():
-                self._tell(self._local.after_step(self.steps, tally.local, rate))
+                self._tell(self._local.after_step(self.steps + 1, tally.local, rate))
+        self.steps += 1
         self._clock.lap("update")
         self._watch.step(
             self.steps, tally.loss, samples, rate * rate_factor(self.plan, self.steps), self._total_steps()

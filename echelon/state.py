@@ -3,6 +3,9 @@
 model.<name>                          parameters and persistent buffers, each once
 optimizer.<optimizer>.<name>.<key>    optimizer state, by parameter name, so that order does not matter
 merge.<rank>.<name>                   gradients accumulated but not yet reduced (gradient merge)
+dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gradient compression)
+sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
+local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
 rng.<rank>.<generator>                the random streams of each rank
 """
 
