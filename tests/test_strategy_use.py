@@ -153,6 +153,26 @@ def test_dgc_takes_weights_of_any_type() -> None:
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+def hierarchical_after_dense_steps() -> list[int]:
+    """How many entries of momentum the optimizer holds after each of four steps; compression begins with the third."""
+    echelon.init(seed=1)
+    torch.manual_seed(0)
+    net = nn.Linear(30, 10)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    dgc = Dgc(sparsity=(0.75,), rampup_begin_step=2, min_size=20, hierarchical=True)
+    engine = echelon.distribute(net, loss=F.cross_entropy, optimizer=optimizer, strategy=Strategy(dgc=dgc), log=QUIET)
+    held = []
+    for _ in range(4):
+        engine.step(torch.randn(4, 30), torch.zeros(4, dtype=torch.int64))
+        held.append(sum(state["momentum_buffer"].numel() for state in engine.optimizers["main"].state.values()))
+    return held
+
+
+def test_momentum_of_the_dense_steps_is_in_one_place_on_every_rank() -> None:
+    """Left behind on a rank that does not lead, it would come back from a checkpoint and count twice."""
+    assert run(hierarchical_after_dense_steps, ranks=4, hosts=2) == [[310, 310, 10, 10]] * 4
+
+
 # ---- what is refused ----
 
 

@@ -94,6 +94,7 @@ class SparseMomentum(SharingOptimizer):
     def exchange(self, sparsity: float, magnify: Tensor | float) -> None:
         """Take in the local gradients and swap the largest entries. ``magnify`` turns a rank's into its own mean."""
         packed = None
+        self._take_over_momentum()
         if self._peers.leads:
             self._accumulate(self._clip_factor(magnify))
             packed = _pack(*self.residual.select(sparsity, self._wire))
@@ -115,7 +116,6 @@ class SparseMomentum(SharingOptimizer):
     def _accumulate(self, factor: Tensor | float) -> None:
         for index, parameter in enumerate(self._compressed):
             group = self._group_of[id(parameter)]
-            self._take_over_momentum(index, parameter)
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             if isinstance(factor, Tensor) or factor != 1.0:
                 grad = grad * factor
@@ -123,12 +123,13 @@ class SparseMomentum(SharingOptimizer):
                 grad = grad.add(parameter, alpha=group["weight_decay"] / self._peers.parts)
             self.residual.accumulate(index, grad, group["momentum"], group["nesterov"])
 
-    def _take_over_momentum(self, index: int, parameter: nn.Parameter) -> None:
-        """The momentum of the dense steps goes on in the residual; every contributor takes its part."""
-        velocity = self.state.pop(parameter, {}).get("momentum_buffer")
-        if velocity is not None:
-            part = (velocity.float() / self._peers.parts).reshape(-1)
-            self.residual.add(self.names[index], part, torch.zeros_like(part))
+    def _take_over_momentum(self) -> None:
+        """The momentum of the dense steps goes on in the residuals, and nowhere else; each contributor takes a part."""
+        for name, parameter in zip(self.names, self._compressed, strict=True):
+            velocity = self.state.pop(parameter, {}).get("momentum_buffer")
+            if velocity is not None and self._peers.leads:
+                part = (velocity.float() / self._peers.parts).reshape(-1)
+                self.residual.add(name, part, torch.zeros_like(part))
 
     def _clip_factor(self, magnify: Tensor | float) -> Tensor | float:
         """DGC clips before it accumulates: each contributor its own mean gradient, at clip / sqrt(contributors)."""
