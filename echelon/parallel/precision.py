@@ -43,9 +43,7 @@ class Scaler:
     """The loss scale: what the loss is multiplied by before backward, and gradients divided by afterwards."""
 
     def __init__(self, amp: Amp | None) -> None:
-        asked = amp.loss_scale if amp else None
-        if amp and asked is None and amp.dtype == "fp16":
-            asked = "dynamic"
+        asked = amp.scaling if amp else None
         self._amp = amp or Amp()
         self._dynamic = asked == "dynamic"
         self.active = asked is not None

@@ -42,10 +42,9 @@ def _forward_and_backward(strategy: Strategy) -> Iterator[Stage]:
 
 def _scale(strategy: Strategy) -> str | None:
     amp = strategy.part(Amp)
-    asked = amp and (amp.loss_scale or ("dynamic" if amp.dtype == "fp16" else None))
-    if amp is None or asked is None:
+    if amp is None or amp.scaling is None:
         return None
-    return f"the loss scale, {word(amp.init_scale)} at first" if asked == "dynamic" else f"{asked:g}"
+    return f"the loss scale, {word(amp.init_scale)} at first" if amp.scaling == "dynamic" else f"{amp.scaling:g}"
 
 
 def _unscale(strategy: Strategy, who: str) -> Iterator[Stage]:

@@ -43,6 +43,11 @@ class Amp:
         require(self.backoff_after >= 1, self, "backoff_after", "1 or more")
         require(self.min_scale > 0, self, "min_scale", "a scale above 0")
 
+    @property
+    def scaling(self) -> float | Literal["dynamic"] | None:
+        """How the loss is scaled, the default of the type filled in; None: not at all."""
+        return "dynamic" if self.loss_scale is None and self.dtype == "fp16" else self.loss_scale
+
 
 @strict
 class Recompute:
