@@ -164,9 +164,10 @@ def _mean_on_the_wire(values: list[Arrays], wire: str | None, flags: bool) -> Ar
     names = list(reversed(values[0]))
     if not names:
         return {}
-    tail = [np.ones(len(names))] if flags else []
     scale = len(values) if flags else 1  # gradients are divided before they travel, changes of weights afterwards
-    rows = [np.concatenate([*(v[k].ravel() / scale for k in names), *tail]) for v in values]
+    rows = [np.concatenate([v[k].ravel() / scale for k in names]) for v in values]
+    if flags:  # as large as the largest gradient, which so decides alone about the power of two
+        rows = [np.append(row, np.full(len(names), np.abs(row).max())) for row in rows]
     total = sum_on_the_wire(rows, wire) / (1 if flags else len(values))
     found, begin = {}, 0
     for k in names:

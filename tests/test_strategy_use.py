@@ -89,6 +89,51 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(own_loop: bool) -> None:
     assert run(overflowing, own_loop) == [expected, expected]
 
 
+def overflow_in_a_compressed_gradient() -> tuple[list[bool], bool]:
+    """Only the gradient that DGC keeps to each rank overflows, in step 1, on rank 1. Which steps moved the weights."""
+    echelon.init(seed=1)
+    torch.manual_seed(0)
+    net = nn.Linear(30, 4)
+    strategy = Strategy(amp=Amp(loss_scale="dynamic"), dgc=DGC)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    engine = echelon.distribute(net, loss=F.cross_entropy, optimizer=optimizer, strategy=strategy, log=QUIET)
+    net.weight.register_hook(lambda grad: grad * torch.inf if engine.steps == 1 and echelon.rank() == 1 else grad)
+    moved = []
+    for _ in range(3):
+        before = net.weight.detach().clone()
+        engine.step(torch.randn(4, 30), torch.zeros(4, dtype=torch.int64))
+        moved.append(not torch.equal(before, net.weight))
+    residual = engine.optimizers["main"].residual  # type: ignore[attr-defined]
+    return moved, all(bool(torch.isfinite(value).all()) for value in residual.tensors().values())
+
+
+def test_an_overflow_that_no_other_rank_sees_skips_the_step_on_all() -> None:
+    assert run(overflow_in_a_compressed_gradient) == [([True, False, True], True)] * 2
+
+
+def gradient_over_the_wire(magnitude: float) -> Tensor:
+    echelon.init()
+    net = nn.Linear(50, 1, bias=False)
+    nn.init.ones_(net.weight)
+    strategy = Strategy(fp16_allreduce=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    engine = echelon.distribute(
+        net, loss=lambda out, _: magnitude * out.mean(), optimizer=optimizer, strategy=strategy, log=QUIET
+    )
+    g = torch.Generator().manual_seed(echelon.rank())
+    engine.step(torch.rand(2, 50, generator=g) + 0.5, torch.zeros(2))
+    assert net.weight.grad is not None
+    return net.weight.grad.clone()
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
+def test_half_floats_on_the_wire_neither_vanish_nor_overflow(magnitude: float) -> None:
+    inputs = [torch.rand(2, 50, generator=torch.Generator().manual_seed(rank)) + 0.5 for rank in range(2)]
+    expected = magnitude * torch.cat(inputs).mean(0, keepdim=True)
+    for found in run(gradient_over_the_wire, magnitude):
+        torch.testing.assert_close(found, expected, rtol=2**-10, atol=0.0)
+
+
 # ---- unusual parameters ----
 
 

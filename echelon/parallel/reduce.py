@@ -97,6 +97,7 @@ class _Bucket:
         first = self.parameters[0]
         self._row = torch.zeros(self._size + len(self.parameters), dtype=first.dtype, device=first.device)
         self._slots = _views(self._row, self.parameters)
+        self._scaled = plan.wire == "fp16"
         self._sum = sum_over(self._row, plan.wire, group, plan.buckets.index(bucket))
         self._sum_within = sum_over(self._row, None, within) if within and bucket.compressed else None
         self._on_complete: Callable[[], None] = lambda: None
@@ -139,14 +140,23 @@ class _Bucket:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         slots = [slot for i, slot in enumerate(self._slots) if i not in self._missing]
         torch._foreach_copy_(slots, grads)
-        self._row[self._size :] = 1
         for i in self._missing:
             self._slots[i].zero_()
+        self._row[self._size :] = self._flag()
+        for i in self._missing:
             self._row[self._size + i] = 0
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot  # the gradient autograd made is free from here on
         self._under_way = over
         over.start()
+
+    def _flag(self) -> Tensor | float:
+        """What says "used". Beside a 1, gradients under 1e-11 vanish among half floats: there, the largest."""
+        if not self._scaled:
+            return 1.0
+        low, high = torch.aminmax(self._row[: self._size])
+        largest = torch.maximum(-low, high)
+        return torch.where(largest == 0, torch.ones_like(largest), largest)
 
     def turn(self) -> None:
         if self._under_way is not None:
