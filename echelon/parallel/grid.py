@@ -1,0 +1,51 @@
+"""Grid: this rank's place in the plan's mesh, and the process groups along its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from echelon.parallel.groups import Groups
+from echelon.plan.mesh import AXES, coordinates, lines
+
+
+class Grid:
+    """One process's view of the mesh. All ranks ask for the same groups in the same order: each is made once."""
+
+    def __init__(self, mesh: Mapping[str, int], order: Sequence[int], rank: int, groups: Groups) -> None:
+        self._mesh, self._order, self._rank, self._groups = mesh, order, rank, groups
+        self.at = coordinates(mesh, order, rank)  #: this rank's index along every axis
+        self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+
+    def size(self, *axes: str) -> int:
+        """How many ranks there are along these axes together."""
+        product = 1
+        for axis in axes:
+            product *= self._mesh.get(axis, 1)
+        return product
+
+    def index(self, *axes: str) -> int:
+        """This rank's place among them."""
+        return self.ranks(*axes).index(self._rank)
+
+    def ranks(self, *axes: str) -> list[int]:
+        """The ranks that differ from this one along ``axes`` only, this one included."""
+        return next(line for line in lines(self._mesh, self._order, axes) if self._rank in line)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Their process group; ``None`` where this rank is alone. The same group however often it is asked for."""
+        key = tuple(axis for axis in AXES if axis in axes)
+        if key not in self._made:
+            self._made[key] = self.new_group(*key)
+        return self._made[key]
+
+    def new_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """As ``group``, but with connections of its own."""
+        if self.size(*axes) == 1:
+            return None
+        mine = None
+        for line in lines(self._mesh, self._order, axes):
+            made = self._groups.new(line)
+            mine = made if self._rank in line else mine
+        return mine

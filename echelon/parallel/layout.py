@@ -1,0 +1,97 @@
+"""Layout: which part of a whole parameter a local tensor is.
+
+Parameters are plain local tensors; what they are a part of is noted here, beside them. So optimizers, autograd and
+every torch operation see ordinary tensors, shards may have any width, and checkpoints know where each piece belongs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]  # from, up to but without
+
+
+@dataclass(frozen=True)
+class Box:
+    """One rectangular piece: where it begins in the whole, its sizes, and where it begins in the local tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: tuple[int, ...]
+
+    def of(self, local: Tensor) -> Tensor:
+        """The piece as a view of the local tensor."""
+        for dim, (begin, size) in enumerate(zip(self.at, self.sizes, strict=True)):
+            local = local.narrow(dim, begin, size)
+        return local
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``shape`` of the whole, and along each cut dimension the ranges that are here, one after another."""
+
+    shape: tuple[int, ...]
+    parts: Mapping[int, tuple[Range, ...]] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(sum(end - begin for begin, end in self._ranges(dim)) for dim in range(len(self.shape)))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """A copy of this part of ``whole``."""
+        for dim, ranges in self.parts.items():
+            whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
+        return whole.clone(memory_format=torch.preserve_format)
+
+    def cut(self, dim: int, first: int, end: int) -> Layout:
+        """Of the local tensor, only ``first`` up to ``end`` along ``dim``."""
+        kept: list[Range] = []
+        at = 0
+        for begin, stop in self._ranges(dim):
+            low, high = max(first - at, 0), min(end - at, stop - begin)
+            if low < high:
+                kept.append((begin + low, begin + high))
+            at += stop - begin
+        return Layout(self.shape, {**self.parts, dim: tuple(kept) or ((0, 0),)})
+
+    def boxes(self) -> Iterator[Box]:
+        """The rectangles that the local tensor consists of; none when it is empty."""
+        along = [list(self._placed(dim)) for dim in range(len(self.shape))]
+        for chosen in itertools.product(*along):
+            sizes = tuple(end - begin for (begin, end), _ in chosen)
+            if math.prod(sizes):
+                yield Box(tuple(begin for (begin, _), _ in chosen), sizes, tuple(at for _, at in chosen))
+
+    def _ranges(self, dim: int) -> tuple[Range, ...]:
+        return self.parts.get(dim, ((0, self.shape[dim]),))
+
+    def _placed(self, dim: int) -> Iterator[tuple[Range, int]]:
+        at = 0
+        for begin, end in self._ranges(dim):
+            yield (begin, end), at
+            at += end - begin
+
+
+def shares(total: int, parts: int, weights: tuple[float, ...] | None = None, first: int = 0) -> list[Range]:
+    """``total`` in ``parts`` consecutive ranges, as even as they can be, or as ``weights`` say.
+
+    What does not divide goes to the parts from ``first`` on, so that the remainders of many tensors even out.
+    """
+    if weights is None:
+        size, rest = divmod(total, parts)
+        sizes = [size + ((i - first) % parts < rest) for i in range(parts)]
+    else:
+        bounds = [round(total * sum(weights[:i]) / sum(weights)) for i in range(parts + 1)]
+        sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+    ends = list(itertools.accumulate(sizes))
+    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,30 @@
+"""The mesh: ranks along named axes. Pure arithmetic; process groups are made from it elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+#: From the outermost to the innermost: ranks of one split group are neighbours, so they share a host where they can.
+AXES = ("replicate", "stage", "split")
+
+
+def coordinates(mesh: Mapping[str, int], order: Sequence[int], rank: int) -> dict[str, int]:
+    """Where ``rank`` stands along every axis. ``order`` lists the ranks from the mesh's first place to its last."""
+    place = order.index(rank) if order else rank
+    found: dict[str, int] = {}
+    for axis in reversed(AXES):
+        place, found[axis] = divmod(place, mesh.get(axis, 1))
+    return {axis: found[axis] for axis in AXES}
+
+
+def lines(mesh: Mapping[str, int], order: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
+    """All groups of ranks that differ along ``axes`` only, each in the order of its places. They cover every rank."""
+    sizes = [mesh.get(axis, 1) for axis in AXES]
+    places = list(order) or list(range(math.prod(sizes)))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, where in zip(places, itertools.product(*map(range, sizes)), strict=True):
+        fixed = tuple(at for axis, at in zip(AXES, where, strict=True) if axis not in axes)
+        groups.setdefault(fixed, []).append(rank)
+    return list(groups.values())
