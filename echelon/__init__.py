@@ -16,6 +16,7 @@ from echelon.strategy import (
     Outer,
     Recompute,
     Reduction,
+    Shard,
     Strategy,
 )
 from echelon.watch import Log
@@ -52,6 +53,7 @@ __all__ = [
     "Plan",
     "Recompute",
     "Reduction",
+    "Shard",
     "Strategy",
     "barrier",
     "device",

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon import cluster as clusters
 from echelon import world as worlds
+from echelon.annotate import collect
+from echelon.cluster import Cluster
 from echelon.engine import Engine
 from echelon.errors import UsageError, nearest
 from echelon.keep import Checkpoint, Scheduler
-from echelon.objective import LossFunction
+from echelon.objective import LossFunction, as_batch
 from echelon.parallel.agree import agree
-from echelon.parallel.batch_norm import synchronize
 from echelon.parallel.groups import Groups
 from echelon.parallel.precision import check_precision
-from echelon.parallel.recompute import apply_recompute
 from echelon.parallel.replicate import broadcast_state
 from echelon.plan import Plan, make_plan
 from echelon.strategy import Strategy
@@ -34,6 +35,8 @@ def distribute(
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
     strategy: Strategy | None = None,
     plan: Plan | None = None,
+    cluster: Cluster | None = None,
+    sample: Any = None,
     checkpoint: Checkpoint | None = None,
     log: Log | None = None,
     **unknown: Any,
@@ -44,6 +47,8 @@ def distribute(
     optimizer:  one, or several as a list or a dict (then the loop is yours: ``backward`` and ``update``)
     scheduler:  stepped once after every optimizer step
     plan:       a Plan to run instead of the one made from ``strategy``
+    cluster:    which devices make up one copy of a model with marks; all of them, by default
+    sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch
     checkpoint: where and how often to save by itself; training resumes from there with the same command
     """
     world = worlds.current()
@@ -51,19 +56,20 @@ def distribute(
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model.to(world.device)
     optimizers = _named(optimizer)
-    made = make_plan(model, optimizers, strategy or Strategy(), world.size, world.place.local_world_size)
+    marks = collect(model)
+    wanted = cluster or clusters.current()
+    here = world.place.local_world_size
+    made = make_plan(model, optimizers, strategy or Strategy(), world.size, here, marks, wanted)
     chosen = _checked(plan, made) if plan else made
     check_precision(chosen.amp, world.device)
-    groups = Groups(world.backend)
     if world.control is not None:
         agree(chosen, world.control)
         broadcast_state(model)
-        if chosen.sync_batch_norm:
-            synchronize(model, chosen.sync_batch_norm, groups.new())
-        worlds.seed_for_rank(world.seed, world.rank)
-    if chosen.recompute or chosen.chains:
-        apply_recompute(model, chosen.recompute, chosen.chains, offload=chosen.offload, group=world.control)
-    engine = Engine(world, groups, model, loss, optimizers, _listed(scheduler), chosen, checkpoint, log or Log())
+    groups = Groups(world.backend)
+    engine = Engine(world, groups, model, loss, optimizers, _listed(scheduler), chosen, marks, checkpoint, log or Log())
+    if sample is not None or chosen.mesh.get("stage", 1) == 1:
+        engine.assemble(None if sample is None else as_batch((sample,), {}, world.device))
+    worlds.seed_for_rank(world.seed, engine.stream)
     engine.announce()
     engine.resume()
     return engine

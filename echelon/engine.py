@@ -10,36 +10,39 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from echelon.annotate import Marks
+from echelon.assembly import Parts, assemble
 from echelon.data import Loader
 from echelon.errors import DataError, EchelonError, LossError, PeerLost, UsageError, nearest
-from echelon.evaluate import Metric, evaluate
+from echelon.evaluate import Judged, Metric, evaluate
 from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.launch.worker import caused_by_peer
 from echelon.objective import LossFunction, Objective, as_batch, count_samples, scalar
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
-from echelon.parallel.dgc import make_peers
-from echelon.parallel.gradients import Gradients
+from echelon.parallel.gradients import scaled
+from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
-from echelon.parallel.local import LocalSteps
-from echelon.parallel.precision import Scaler
 from echelon.parallel.rates import rate_factor, scaled_rates
 from echelon.parallel.replicate import average_buffers
-from echelon.parallel.succession import replaced_decay, successors
-from echelon.parallel.tally import Tally
+from echelon.parallel.succession import replaced_decay
+from echelon.parallel.tally import StagedTally, Tally
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
 from echelon.watch import Log, Watch
 from echelon.watch.late import Late
 from echelon.world import World
+
+if TYPE_CHECKING:
+    from echelon.parallel.pipeline.train import MicroBatches, Staged
 
 
 class Engine:
@@ -54,43 +57,54 @@ class Engine:
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Sequence[Scheduler],
         plan: Plan,
+        marks: Marks,
         checkpoint: Checkpoint | None,
         log: Log,
     ) -> None:
         self.world, self.model, self.plan = world, model, plan
         self.schedulers = schedulers
         self.steps = 0  #: updates so far, those that an overflow skipped included
-        self._group = dist.group.WORLD if world.size > 1 else None
-        self._objective = Objective(model, loss, plan.amp, world.device)
-        self._given = optimizers  # what the user made, and schedules drive
-        peers = make_peers(plan, world, groups) if plan.dgc else None
-        self._notices = replaced_decay(plan, optimizers)
-        self.optimizers = successors(plan, optimizers, model, peers)  #: what takes the steps
-        self._scaler = Scaler(plan.amp)
+        self.optimizers = dict(optimizers)  #: what takes the steps
         self._groups: Groups | None = groups  # None when closed
-        carriers = [groups.new() for _ in range(plan.communicators)] if self._group else []
-        self._local = LocalSteps(plan, model, self.optimizers, self._scaler, carriers[0]) if plan.local else None
-        self._together = None if self._local else self._group  # who shares every step
-        self._gradients = Gradients(
-            plan,
-            dict(model.named_parameters()),
-            self.optimizers,
-            carriers if self._together else [],
-            self._scaler,
-            peers,
+        self._grid = Grid(plan.mesh, plan.order, world.rank, groups)
+        self._objective = Objective(model, loss, plan.amp, world.device)
+        self._given, self._marks = optimizers, marks  # what the user made, and schedules drive
+        self._notices = replaced_decay(plan, optimizers)
+        self._parts: Parts | None = None  # until ``assemble``
+        self._replica = self._grid.index(*plan.data_axes)
+        # Of all ranks that work on one batch, one speaks for it.
+        self._speaks = self._grid.at["stage"] == self._grid.size("stage") - 1 and (
+            plan.spread or self._grid.at["split"] == 0
         )
-        self._keeper = Keeper(
-            world, model, self.optimizers, schedulers, self._gradients, self._scaler, self._local, checkpoint
-        )
+        self._checkpoint = checkpoint
+        self._keeper = Keeper(world, self._replica, plan.replicas, schedulers, checkpoint)
+        self._pending: Path | None = None  # a checkpoint to load once the model is assembled
         self._watch = Watch(log, world.device, world.rank)
         self._clock = self._watch.clock
         self._owned = len(_parameters_of(optimizers))
         self._local_loss = torch.zeros(())  # sum of what backward() was given since the last update()
         self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
-        self._unchecked: list[tuple[int, Late, Tally]] = []
+        self._unchecked: list[tuple[int, Late, Tally | StagedTally]] = []
         self._lag = 1 if world.device.type == "cuda" else 0  # steps after which a loss is looked at
         atexit.register(self._close_at_exit)
+
+    def assemble(self, batch: Any = None) -> None:
+        """Give this rank its part of the model. A pipeline needs a batch for it: it is cut by recording a forward."""
+        if self._groups is None:
+            raise UsageError("the engine is closed and trains no more; call distribute() for another")
+        parts = assemble(
+            self.world, self._groups, self._grid, self.model, self._objective, self._given, self.plan, self._marks, batch
+        )
+        self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
+        self._gradients, self._scaler, self._local = parts.gradients, parts.scaler, parts.local
+        self._owned = len(_parameters_of(self._given))
+        axes = (*self.plan.data_axes, *(["stage"] if self.plan.stages else []))
+        self._group = self._grid.group(*axes)  # who knows of one global loss
+        self._together = None if self._local else self._group  # who shares every step
+        self._keeper.takes(parts)
+        if self._pending is not None:
+            self._restore(self._pending)
 
     # ---- training ----
 
@@ -106,11 +120,9 @@ class Engine:
         with self._explained():
             inputs = as_batch(batch, named, self.world.device)
             count = self._count(inputs, samples)
+            parts = self._assembled(inputs)
             with idle(count == 0):
-                loss = self._loss(inputs)
-                self._clock.lap("forward")
-                tally = Tally(loss, count, self.plan.reduce_op, self._together)
-                self._gradients.add(loss, count, tally, self._clock, self.steps)
+                tally = self._staged_step(inputs, count, parts.staged) if parts.staged else self._step(inputs, count)
             self._note_loss(tally)
         if self._gradients.ready:
             self._apply(self.optimizers, tally)
@@ -118,6 +130,8 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """For a loop of your own: add this loss's gradients. They stay local until ``update``."""
+        if self.plan.pipeline is not None:
+            raise UsageError("a pipeline runs its own backward, micro-batch by micro-batch; call engine.step()")
         if self.plan.gradient_merge > 1:
             raise UsageError(
                 "gradient_merge belongs to engine.step(); in your own loop call engine.update() less often"
@@ -151,9 +165,7 @@ class Engine:
         if batch_size is not None or isinstance(data, Dataset):
             batches = self._make_loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
         with self._as_one_model():
-            results = evaluate(
-                self.model, self._objective, batches, metrics, self.world.device, self._group, self._taken
-            )
+            results = evaluate(self.model, self._judge, batches, metrics, self.world, self._taken)
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
         return results
 
@@ -174,7 +186,7 @@ class Engine:
         loader = self._make_loader(dataset, batch_size=size, **options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
-        self.say(f"global batch {loader.global_batch} = {size} per replica x {self.world.size}")
+        self.say(f"global batch {loader.global_batch} = {size} per replica x {self.plan.replicas}")
         return loader
 
     # ---- keeping ----
@@ -182,13 +194,24 @@ class Engine:
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
         self._check_losses(0)  # nothing is kept that came of a loss nobody has looked at
+        self._assembled()
         own = self._keeper.own_state()
         with self._as_one_model():
             return self._keeper.save(directory, self.steps, own, wait)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
-        stored = self._keeper.load(path)
+        if self._parts is None:  # a pipeline that no batch has cut yet; where loaders go on is known already
+            self._pending = self._keeper.peek(path)
+        else:
+            self._restore(path)
+
+    def _restore(self, path: str | Path) -> None:
+        assert self._parts is not None
+        stored = self._keeper.load(path, loaders=self._pending is None)
+        self._pending = None
+        if self._parts.shards is not None:
+            self._parts.shards.refresh()
         self.steps = stored.step
         self.say(f"resumed from {stored.path}, after step {stored.step}")
         if stored.world_size != self.world.size:
@@ -226,14 +249,45 @@ class Engine:
 
     # ---- inside a step ----
 
-    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally) -> None:
+    def _assembled(self, batch: Any = None) -> Parts:
+        if self._parts is None:
+            if batch is None:
+                raise UsageError(
+                    "the pipeline is cut by its first batch, and there was none; call step() first, or give "
+                    "distribute(sample=batch)"
+                )
+            self.assemble(batch)
+        assert self._parts is not None
+        return self._parts
+
+    def _step(self, inputs: Any, count: float) -> Tally:
+        loss = self._loss(inputs)
+        self._clock.lap("forward")
+        tally = Tally(loss, count, self.plan.reduce_op, self._together)
+
+        def backward(weight: Tensor | float) -> None:
+            scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
+
+        self._gradients.add(backward, count, tally, self._clock, self.steps)
+        return tally
+
+    def _staged_step(self, inputs: Any, count: float, staged: Staged | MicroBatches) -> StagedTally:
+        tally = StagedTally(count, self._speaks, self.plan.reduce_op, self._together, self.world.device)
+
+        def train(weight: Tensor | float) -> None:
+            tally.close(staged.train(inputs, weight))
+
+        self._gradients.add(train, count, tally, self._clock, self.steps, staged.passes)
+        return tally
+
+    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally | StagedTally) -> None:
         self._refuse_new_parameters()
         rate = float(next(iter(optimizers.values())).param_groups[0]["lr"])
         if not (self._gradients.overflowed or self._gradients.empty):
             self._update_weights(optimizers)
         if self._scaler.active:
             self._tell(self._scaler.update(finite=not self._gradients.overflowed))
-        samples = tally.samples * (self.world.size if self._local else 1)
+        samples = tally.samples * (self.plan.replicas if self._local else 1)
         self._gradients.applied()
         if self._local:
             with self._explained():
@@ -247,11 +301,14 @@ class Engine:
             self.save()
 
     def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        parts = self._assembled()
         if self.plan.clip is not None:
-            clip_gradients(_parameters_of(optimizers), self.plan.clip)
+            clip_gradients(_parameters_of(optimizers), self.plan.clip, parts.census, self.world.device)
         with scaled_rates(optimizers.values(), rate_factor(self.plan, self.steps + 1)):
             for optimizer in optimizers.values():
                 optimizer.step()
+        if parts.shards is not None:
+            parts.shards.after_step()
         stepped = [self._given[key] for key in optimizers]
         for scheduler in self.schedulers:
             if scheduler.optimizer in stepped:
@@ -285,7 +342,7 @@ class Engine:
         share, self._share = self._share, None
         return share
 
-    def _note_loss(self, tally: Tally) -> None:
+    def _note_loss(self, tally: Tally | StagedTally) -> None:
         """Raise on every rank, before the update, when the global loss is not finite.
 
         On a GPU the host would have to wait for the loss, so there it is looked at one step later. With a loss scale,
@@ -302,7 +359,7 @@ class Engine:
             if not math.isfinite(loss.read()):
                 self._refuse_loss(step, tally)
 
-    def _refuse_loss(self, step: int, tally: Tally) -> None:
+    def _refuse_loss(self, step: int, tally: Tally | StagedTally) -> None:
         losses = {self.world.rank: float(tally.local)}
         if self._together and self.world.control:
             losses = dict(enumerate(gather_json(losses[self.world.rank], self.world.control)))
@@ -330,17 +387,33 @@ class Engine:
     def _here(self) -> str:
         return f"step {self.steps + 1}, rank {self.world.rank}"
 
+    def _judge(self, batch: Any) -> list[Judged]:
+        """Output and loss of a batch, from the rank that speaks for it; of a pipeline, micro-batch by micro-batch."""
+        parts = self._assembled(batch)
+        with self._explained():
+            if parts.staged is not None:
+                judged = parts.staged.evaluate(batch)
+            else:
+                judged = [Judged(batch, *self._objective(batch), count_samples(batch))]
+        return judged if self._speaks else []
+
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward; 1 without a loss scale."""
-        return self._scaler.scale
+        return self._assembled().scaler.scale
 
     @property
     def skipped(self) -> int:
         """Steps that an overflow has skipped so far."""
-        return self._scaler.skipped
+        return self._assembled().scaler.skipped
 
     # ---- surroundings ----
+
+    @property
+    def stream(self) -> int:
+        """Which of the random streams this rank has. Ranks that share a batch compute the same, dropout included."""
+        alike = () if self.plan.spread else ("split",)
+        return self._grid.ranks(*alike)[0] if alike else self.world.rank
 
     def say(self, text: str) -> None:
         """A line on rank 0's console."""
@@ -356,7 +429,7 @@ class Engine:
         if self._has_local_statistics():
             remedy = "" if self._local else "; sync_batch_norm=True gives those of one process"
             self.say(f"batch norm: statistics per replica (inexact){remedy}")
-        owned = {id(p) for p in _parameters_of(self.optimizers)}
+        owned = {id(p) for p in _parameters_of(self._given)}
         left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in owned]
         if left:
             self.say(f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ...")
@@ -365,10 +438,10 @@ class Engine:
         return Loader(
             dataset,
             **{"seed": self.world.seed, **options},
-            rank=self.world.rank,
-            world_size=self.world.size,
+            rank=self._replica,
+            world_size=self.plan.replicas,
             device=self.world.device,
-            group=self.world.control,
+            group=self._data_group(),
             on_share=self._on_share,
         )
 
@@ -378,14 +451,19 @@ class Engine:
         if batch_size is not None:
             return batch_size
         assert global_batch is not None
-        size, rest = divmod(global_batch, self.world.size)
+        replicas = self.plan.replicas
+        size, rest = divmod(global_batch, replicas)
         if rest or size < 1:
-            near = [n * self.world.size for n in (size, size + 1) if n]
+            near = [n * replicas for n in (size, size + 1) if n]
             raise DataError(
-                f"global_batch={global_batch} cannot be divided over {self.world.size} replicas; "
+                f"global_batch={global_batch} cannot be divided over {replicas} replicas; "
                 f"{' or '.join(map(str, near))} can"
             )
         return size
+
+    def _data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share out data among them, for small messages: all of them, or one of each replica."""
+        return self._grid.control(*self.plan.data_axes) if self.plan.in_parts else self.world.control
 
     def _on_share(self, samples: int) -> None:
         self._share = samples

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import DataError, UsageError, nearest
-from echelon.objective import Objective, as_batch, count_samples
+from echelon.objective import as_batch
+from echelon.world import World
 
 Metric = Callable[[Any, Any], Tensor]
 
@@ -24,40 +25,53 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 METRICS: dict[str, Metric] = {"accuracy": accuracy}
 
 
+class Judged(NamedTuple):
+    """What became of some samples."""
+
+    batch: Any
+    output: Any
+    loss: Tensor
+    samples: float
+
+
 def evaluate(
     model: nn.Module,
-    objective: Objective,
+    judge: Callable[[Any], Iterable[Judged]],
     batches: Iterable[Any],
     metrics: Mapping[str, Metric | str] | Sequence[str],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
+    world: World,
     taken: Callable[[], int | None],
 ) -> dict[str, float]:
     """Mean of the loss and of each metric over all samples of all ranks.
+
+    ``judge`` runs a batch; of several ranks that work on one, it returns something on one of them only.
 
     A metric is ``metric(output, target)`` and returns one value a sample, or their mean. ``taken()`` says how many
     samples of the batch just handed out count (0 for a stand-in).
     """
     chosen = resolve(metrics)
-    sums = torch.zeros(2 + len(chosen), dtype=torch.double, device=device)  # samples, loss, metrics
+    sums = torch.zeros(2 + len(chosen), dtype=torch.double, device=world.device)  # samples, loss, metrics
     with _evaluating(model), torch.no_grad():
         for item in batches:
-            batch = as_batch((item,), {}, device)
+            batch = as_batch((item,), {}, world.device)
             share = taken()
-            samples = count_samples(batch) if share is None else share
-            if samples == 0:
-                continue
-            output, loss = objective(batch)
-            target = objective.target(batch)
-            values = [loss, *(metric(output, target).double().mean() for metric in chosen.values())]
-            sums[0] += samples
-            sums[1:] += torch.stack([value.double() for value in values]) * samples
-    if group is not None:
-        dist.all_reduce(sums, group=group)
+            counts = share != 0
+            for judged in judge(batch):
+                if counts:
+                    sums += _weighted(judged, chosen)
+    if world.size > 1:
+        dist.all_reduce(sums)
     if not sums[0]:
         raise DataError("there is nothing to evaluate: no rank got a sample")
     means = (sums[1:] / sums[0]).tolist()
     return dict(zip(["loss", *chosen], means, strict=True))
+
+
+def _weighted(judged: Judged, metrics: Mapping[str, Metric]) -> Tensor:
+    target = judged.batch if isinstance(judged.batch, Mapping) else judged.batch[-1]
+    values = [judged.loss, *(metric(judged.output, target).double().mean() for metric in metrics.values())]
+    means = torch.stack([torch.ones((), device=judged.loss.device), *values])
+    return means.double() * judged.samples
 
 
 def resolve(metrics: Mapping[str, Metric | str] | Sequence[str]) -> dict[str, Metric]:

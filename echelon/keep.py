@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.data import Loader
 from echelon.errors import CheckpointError, UsageError
 from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import SparseMomentum
-from echelon.parallel.gradients import Gradients
-from echelon.parallel.local import LocalSteps
-from echelon.parallel.precision import Scaler
+from echelon.parallel.layout import Layout, Part
 from echelon.state import (
     decode,
     encode,
@@ -30,6 +29,7 @@ from echelon.strict import require, strict
 from echelon.world import World, seed_for_rank
 
 if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
+    from echelon.assembly import Parts
     from echelon.checkpoint import Stored, Writer
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -61,24 +61,19 @@ class Keeper:
     """Knows every part of a run that has state, from the weights to the random streams."""
 
     def __init__(
-        self,
-        world: World,
-        model: nn.Module,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        schedulers: Sequence[Scheduler],
-        gradients: Gradients,
-        scaler: Scaler,
-        local: LocalSteps | None,
-        settings: Checkpoint | None,
+        self, world: World, replica: int, replicas: int, schedulers: Sequence[Scheduler], settings: Checkpoint | None
     ) -> None:
-        self._world, self._model = world, model
-        self._optimizers, self._schedulers, self._gradients = optimizers, schedulers, gradients
-        self._scaler, self._local = scaler, local
-        self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
-        self._settings = settings
+        self._world, self._replica, self._replicas = world, replica, replicas
+        self._schedulers, self._settings = schedulers, settings
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
         self._loader_states: list[dict[str, Any]] = []
+
+    def takes(self, parts: Parts) -> None:
+        """From now on, keep these."""
+        self._holdings, self._optimizers, self._gradients = parts.holdings, parts.optimizers, parts.gradients
+        self._scaler, self._local = parts.scaler, parts.local
+        self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
 
     def due(self, step: int) -> bool:
         """Whether the run asked for a checkpoint at this step."""
@@ -96,38 +91,49 @@ class Keeper:
         show their average."""
         if self._local is None:
             return {}
-        own = model_tensors(self._model) | optimizer_state(self._model, self._optimizers)[0]
-        return {f"local.{self._world.rank}.{name}": value.clone() for name, value in own.items()}
+        own = model_tensors(self._holdings) | optimizer_state(self._holdings, self._optimizers)[0]
+        return {f"local.{self._world.rank}.{name}": _plain(value).clone() for name, value in own.items()}
 
-    def save(self, directory: str | Path | None, step: int, own: dict[str, Tensor], wait: bool | None) -> Path:
+    def save(self, directory: str | Path | None, step: int, own: Mapping[str, Tensor], wait: bool | None) -> Path:
         place = directory if directory is not None else (self._settings.dir if self._settings else None)
         if place is None:
             raise UsageError(
                 "save() needs a directory: save('ckpt'), or distribute(..., checkpoint=Checkpoint(dir=...))"
             )
         tensors, facts = self._state()
-        return self._writer(Path(place)).save(step, tensors | own, facts, wait)
+        return self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
 
-    def load(self, path: str | Path) -> Stored:
+    def peek(self, path: str | Path) -> Path:
+        """Only let loaders go on from there; the rest can be restored when there is a place for it."""
+        from echelon.checkpoint import Stored, find
+
+        found = find(path)
+        self.place_loaders(Stored(found).facts["loaders"])
+        return found
+
+    def load(self, path: str | Path, loaders: bool = True) -> Stored:
         """Restore everything; returns what it was restored from."""
         from echelon.checkpoint import Stored, find
 
         stored = Stored(find(path))
-        stored.load(model_tensors(self._model))
+        stored.load(model_tensors(self._holdings))
         facts = stored.facts
         self._restore_strategies(stored)
-        prefix = self._own_prefix(stored)
-        kept = _read(stored, f"{prefix}optimizer.", drop=prefix)
-        restore_optimizers(self._optimizers, self._model, facts["optimizers"], kept)
+        self._restore_optimizers(stored)
         self._restore_schedulers(facts["schedulers"])
         mine = self._facts_of_rank(stored)
         self._gradients.restore(mine["gradients"], self._merged_gradients(stored))
         self._scaler.restore(mine["scaler"])
-        self._loader_states = facts["loaders"]
-        for loader, state in zip(self._loaders, self._loader_states, strict=False):
-            loader.load_state_dict(state)
+        if loaders:
+            self.place_loaders(facts["loaders"])
         self._restore_random(stored)
         return stored
+
+    def place_loaders(self, states: list[dict[str, Any]]) -> None:
+        """Let the loaders, those that are made later too, go on from there."""
+        self._loader_states = states
+        for loader, state in zip(self._loaders, states, strict=False):
+            loader.load_state_dict(state)
 
     def newest(self) -> Path | None:
         """Where the same command, given again, goes on from."""
@@ -146,24 +152,34 @@ class Keeper:
             writer.close()
         self._writers = {}
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _state(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
         rank = self._world.rank
-        kept, optimizers = optimizer_state(self._model, self._optimizers)
-        tensors = model_tensors(self._model) | kept | random_state(rank, self._world.device)
-        tensors |= {f"merge.{rank}.{name}": grad for name, grad in self._gradients.unreduced().items()}
+        kept, optimizers = optimizer_state(self._holdings, self._optimizers)
+        tensors: dict[str, Tensor | Part] = {
+            **model_tensors(self._holdings), **kept, **random_state(rank, self._world.device)
+        }  # fmt: skip
+        for name, grad in self._gradients.unreduced().items():
+            # What is summed over replicas already is stored once, by all of them together.
+            replica = 0 if self._gradients.holds_sums else self._replica
+            tensors[f"merge.{replica}.{self._holdings.place}.{name}"] = self._holdings.part(name, grad)
         for key, compressor in self._compressors.items():
             owed = compressor.residual.tensors() if compressor.leads else {}
             tensors |= {f"dgc.{rank}.{key}.{name}": value for name, value in owed.items()}
         if self._local is not None:
             tensors |= {f"sync.{name}": value for name, value in self._local.tensors().items()}
-        mine = {
+        mine: dict[str, Any] = {
             "gradients": self._gradients.facts(),
             "scaler": self._scaler.facts(),
             "local": self._local.facts() if self._local else None,
+            "values": {key: of["values"] for key, of in optimizers.items()},
         }
+        ranks = gather_json(mine, self._world.control) if self._world.control else [mine]
+        for key, of in optimizers.items():  # each rank knows those of the parameters it holds
+            of["values"] = {name: value for rank in ranks for name, value in rank["values"][key].items()}
         facts = {
-            "ranks": gather_json(mine, self._world.control) if self._world.control else [mine],
-            "aliases": model_aliases(self._model),
+            "ranks": [{key: value for key, value in rank.items() if key != "values"} for rank in ranks],
+            "replicas": self._replicas,
+            "aliases": model_aliases(self._holdings.model),
             "optimizers": optimizers,
             "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._loaders],
@@ -196,14 +212,24 @@ class Keeper:
         self._local.restore(_read(stored, "sync.", drop="sync."), facts)
         own = _read(stored, f"{prefix}model.", drop=prefix) if prefix else {}
         with torch.no_grad():
-            for name, value in model_tensors(self._model).items() if own else ():
-                value.copy_(own[name])
+            for name, value in model_tensors(self._holdings).items() if own else ():
+                _plain(value).copy_(own[name])
 
     def _inherited(self, stored: Stored) -> list[int]:
         """Whose sums this rank goes on with: its own; on another number of ranks, rank 0 takes those of all."""
         if stored.world_size == self._world.size:
             return [self._world.rank]
         return list(range(stored.world_size)) if self._world.rank == 0 else []
+
+    def _restore_optimizers(self, stored: Stored) -> None:
+        prefix = self._own_prefix(stored)
+        names = [name.removeprefix(prefix) for name in stored.names() if name.startswith(f"{prefix}optimizer.")]
+
+        def read(name: str, layout: Layout | None) -> Tensor:
+            whole = layout is None or tuple(stored.shape(prefix + name)) != layout.shape
+            return stored.read(prefix + name) if whole or layout is None else stored.read_part(name, layout)
+
+        restore_optimizers(self._optimizers, self._holdings, stored.facts["optimizers"], names, read)
 
     def _restore_schedulers(self, states: Sequence[Any]) -> None:
         if len(states) != len(self._schedulers):
@@ -214,13 +240,20 @@ class Keeper:
             scheduler.load_state_dict(decode(state))
 
     def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """This rank's merged gradients. They are sums, so on another number of ranks rank 0 may hold them all."""
-        inherited = self._inherited(stored)
-        for full in stored.names():
-            kind, _, rest = full.partition(".")
-            rank, _, name = rest.partition(".")
-            if kind == "merge" and int(rank) in inherited:
-                yield name, lambda full=full: stored.read(full)  # type: ignore[misc]
+        """This rank's merged gradients. They are sums, so with another number of replicas the first may hold them all;
+        shards of sums over all replicas are parts of the sum of what is stored."""
+        merged = [name for name in stored.names() if name.startswith("merge.")]
+        same = stored.facts["replicas"] == self._replicas and not self._gradients.holds_sums
+        takes_all = self._gradients.holds_sums or self._replica == 0
+        for full in merged:
+            _, replica, _, name = full.split(".", 3)
+            mine = int(replica) == self._replica if same else takes_all
+            if mine and name in self._holdings.leads:
+                yield name, functools.partial(self._read_part, stored, full, name)
+
+    def _read_part(self, stored: Stored, full: str, name: str) -> Tensor:
+        layout = self._holdings.layouts.get(name)
+        return stored.read(full) if layout is None else stored.read_part(full, layout)
 
     def _restore_random(self, stored: Stored) -> None:
         rank = self._world.rank
@@ -245,6 +278,10 @@ class Keeper:
                 timeout=self._world.timeout,
             )
         return self._writers[directory]
+
+
+def _plain(value: Tensor | Part) -> Tensor:
+    return value.tensor if isinstance(value, Part) else value
 
 
 def _read(stored: Stored, prefix: str, drop: str) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 model.<name>                          parameters and persistent buffers, each once
 optimizer.<optimizer>.<name>.<key>    optimizer state, by parameter name, so that order does not matter
-merge.<rank>.<name>                   gradients accumulated but not yet reduced (gradient merge)
+merge.<replica>.<place>.<name>        gradients accumulated but not yet applied, by place along the stage axis
 dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gradient compression)
 sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
 local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,20 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import CheckpointError
+from echelon.parallel.holdings import Holdings
+from echelon.parallel.layout import Layout, Part
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their first name; tied weights appear once."""
-    kept = model.state_dict(keep_vars=True)
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in kept.items():
-        if isinstance(value, Tensor) and id(value) not in seen:
-            seen.add(id(value))
-            tensors[f"model.{name}"] = value.detach()
-    return tensors
+def model_tensors(holdings: Holdings) -> dict[str, Tensor | Part]:
+    """What this rank holds of parameters and persistent buffers."""
+    return {f"model.{name}": value for name, value in holdings.tensors().items()}
 
 
 def model_aliases(model: nn.Module) -> dict[str, str]:
@@ -49,10 +44,10 @@ def model_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def optimizer_state(model: nn.Module, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_state(holdings: Holdings, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
     """The optimizers' tensors by name, and their settings and other values as facts."""
-    names = {id(value): name for name, value in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
+    names = holdings.names
+    tensors: dict[str, Tensor | Part] = {}
     facts: dict[str, Any] = {}
     for key, optimizer in optimizers.items():
         values: dict[str, Any] = {}
@@ -60,46 +55,47 @@ def optimizer_state(model: nn.Module, optimizers: Optimizers) -> tuple[dict[str,
             name = names[id(parameter)]
             for field, value in state.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{name}.{field}"] = value
+                    tensors[f"optimizer.{key}.{name}.{field}"] = holdings.part(name, value)
                 else:
                     values.setdefault(name, {})[field] = encode(value)
         groups = [
-            {
-                "names": [names[id(parameter)] for parameter in group["params"]],
-                "options": encode({k: v for k, v in group.items() if k != "params"}),
-            }
-            for group in optimizer.param_groups
+            {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
+            for members, group in zip(holdings.groups[key], optimizer.param_groups, strict=True)
         ]
         facts[key] = {"values": values, "groups": groups}
     return tensors, facts
 
 
+#: Reads a stored tensor: its name, and the layout of the parameter it belongs to.
+Read = Callable[[str, Layout | None], Tensor]
+
+
 def restore_optimizers(
-    optimizers: Optimizers, model: nn.Module, facts: Mapping[str, Any], stored: Mapping[str, Tensor]
+    optimizers: Optimizers, holdings: Holdings, facts: Mapping[str, Any], stored: Iterable[str], read: Read
 ) -> None:
-    """Give the optimizers back their state. ``stored`` holds the tensors named ``optimizer.*``."""
-    names = {id(value): name for name, value in model.named_parameters()}
+    """Give the optimizers back their state. ``stored`` names the tensors ``optimizer.*``; only what is held is read."""
     if set(optimizers) != set(facts):
         raise CheckpointError(
             f"the checkpoint has optimizers {sorted(facts)}, this run has {sorted(optimizers)}; "
             "build the same ones, under the same names"
         )
+    everything = list(stored)
     for key, optimizer in optimizers.items():
         by_name: dict[str, dict[str, Any]] = {}
         prefix = f"optimizer.{key}."
-        for full, tensor in stored.items():
-            if full.startswith(prefix):
-                name, _, field = full.removeprefix(prefix).rpartition(".")
-                by_name.setdefault(name, {})[field] = tensor
+        for full in everything:
+            name, _, field = full.removeprefix(prefix).rpartition(".")
+            if full.startswith(prefix) and name in holdings.parameters:
+                by_name.setdefault(name, {})[field] = read(full, holdings.layouts.get(name))
         for name, fields in facts[key]["values"].items():
             by_name.setdefault(name, {}).update({field: decode(value) for field, value in fields.items()})
-        _load(key, optimizer, names, facts[key]["groups"], by_name)
+        _load(key, optimizer, holdings, facts[key]["groups"], by_name)
 
 
 def _load(
     key: str,
     optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
+    holdings: Holdings,
     groups: list[dict[str, Any]],
     by_name: Mapping[str, dict[str, Any]],
 ) -> None:
@@ -107,14 +103,15 @@ def _load(
         raise CheckpointError(
             f"optimizer '{key}' has {len(optimizer.param_groups)} parameter groups, the checkpoint has {len(groups)}"
         )
+    names = holdings.names
     index = 0
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        members = [names[id(parameter)] for parameter in group["params"]]
-        if set(members) != set(stored["names"]):
-            odd = sorted(set(members) ^ set(stored["names"]))[0]
+    for group, stored, known in zip(optimizer.param_groups, groups, holdings.groups[key], strict=True):
+        if set(known) != set(stored["names"]):
+            odd = sorted(set(known) ^ set(stored["names"]))[0]
             raise CheckpointError(f"optimizer '{key}' and the checkpoint disagree about parameter '{odd}'")
+        members = [names[id(parameter)] for parameter in group["params"]]
         ids = list(range(index, index + len(members)))
         state |= {i: by_name[name] for i, name in zip(ids, members, strict=True) if name in by_name}
         param_groups.append({**decode(stored["options"]), "params": ids})

@@ -19,6 +19,7 @@ from echelon.checkpoint.share import Piece, local_pieces
 from echelon.checkpoint.staging import Staging
 from echelon.checkpoint.tensorfile import FileRecord, Slot, Span
 from echelon.errors import CheckpointError
+from echelon.parallel.layout import Part
 
 T = TypeVar("T")
 Held = list[tuple[Piece, torch.Tensor]]
@@ -40,7 +41,7 @@ class Save:
         self._share: Held = []
         self._failure: Exception | None = None
 
-    def share(self, tensors: Mapping[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    def share(self, tensors: Mapping[str, torch.Tensor | Part], facts: dict[str, Any]) -> None:
         """Agree on who writes what, and open the place to write to."""
 
         def offer() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.checkpoint import dtypes
 from echelon.errors import CheckpointError
+from echelon.parallel.layout import Part
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,35 @@ class Piece:
         return Piece(name, known, shape, offsets, sizes)
 
 
-def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Piece, torch.Tensor]]:
+def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[Piece, torch.Tensor]]:
     """The boxes this rank holds, each with its values where they lie now."""
-    for name, tensor in tensors.items():
+    plain: dict[str, torch.Tensor] = {}
+    held: list[tuple[Piece, torch.Tensor]] = []
+    for name, value in tensors.items():
+        tensor = value.tensor if isinstance(value, Part) else value
         _refuse(name, tensor)
+        if isinstance(value, Part) and not value.layout.is_whole:
+            held += _pieces_of(name, value)
+        else:
+            plain[name] = tensor
+    # a rank beyond the end of an unevenly sharded tensor holds nothing worth a name in the file
+    return held + [(p, data) for p, data in _planned(plain) if math.prod(p.sizes) or not math.prod(p.shape)]
+
+
+def _pieces_of(name: str, part: Part) -> list[tuple[Piece, torch.Tensor]]:
+    local, layout = part.tensor.detach(), part.layout
+    return [
+        (Piece(name, local.dtype, layout.shape, box.offsets, box.sizes), box.of(local).contiguous())
+        for box in layout.boxes()
+    ]
+
+
+def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[Piece, torch.Tensor]]:
     planner = _planner()
     with torch.no_grad():
-        planner.set_up_planner(dict(tensors))
+        planner.set_up_planner(tensors)
         items = planner.create_local_plan().items
-        held = [(_piece(item), planner.resolve_data(item)) for item in items]
-    # a rank beyond the end of an unevenly sharded tensor holds nothing worth a name in the file
-    return [(piece, data) for piece, data in held if math.prod(piece.sizes) or not math.prod(piece.shape)]  # type: ignore[misc]
+        return [(_piece(item), planner.resolve_data(item)) for item in items]  # type: ignore[misc]
 
 
 def share_out(offers: Sequence[Sequence[Piece]]) -> list[list[int]]:

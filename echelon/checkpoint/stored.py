@@ -22,6 +22,7 @@ from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.index import Chunk, Entry, read_index
 from echelon.checkpoint.layout import find
 from echelon.errors import CheckpointError
+from echelon.parallel.layout import Box, Layout, Part
 
 _NAMED = 3  # a message names this many of the tensors that do not fit
 
@@ -63,13 +64,35 @@ class Stored:
         self.load({name: whole})
         return whole
 
+    def read_part(self, name: str, layout: Layout) -> torch.Tensor:
+        """The part of a tensor that a layout describes, on the CPU."""
+        part = torch.empty(layout.local_shape, dtype=self.dtype(name), device="cpu")
+        self.load({name: Part(part, layout)})
+        return part
+
     @torch.no_grad()
-    def load(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill the given tensors in place, DTensors with the shards they hold; other stored tensors are left alone.
+    def load(self, into: Mapping[str, torch.Tensor | Part]) -> None:
+        """Fill the given tensors in place, DTensors and Parts with what they hold; other stored tensors are left alone.
 
         When a chunk turns out to be damaged, those read before it are filled already: do not go on with them.
         """
         self._refuse_misfits(into)
+        parts = {name: value for name, value in into.items() if isinstance(value, Part)}
+        self._load_parts(parts)
+        self._load_planned({name: value for name, value in into.items() if not isinstance(value, Part)})
+
+    def _load_parts(self, parts: Mapping[str, Part]) -> None:
+        wanted: dict[Chunk, list[tuple[Part, Box]]] = {}
+        for name, part in parts.items():
+            for box in part.layout.boxes():
+                for chunk in self._entry(name).chunks:
+                    if _overlap(box, chunk):
+                        wanted.setdefault(chunk, []).append((part, box))
+        for chunk, source in self._read(wanted):
+            for part, box in wanted[chunk]:
+                _copy_overlap(part.tensor.detach(), box, source, chunk)
+
+    def _load_planned(self, into: Mapping[str, torch.Tensor]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(into), self._metadata(into), is_coordinator=True)
         plan = planner.create_local_plan()
@@ -121,7 +144,7 @@ class Stored:
     def _metadata(self, names: Iterable[str]) -> Metadata:
         return Metadata({name: _tensor_metadata(self._entry(name)) for name in names})
 
-    def _refuse_misfits(self, into: Mapping[str, torch.Tensor]) -> None:
+    def _refuse_misfits(self, into: Mapping[str, torch.Tensor | Part]) -> None:
         misfits = [line for name, tensor in into.items() if (line := self._misfit(name, tensor))]
         if misfits:
             named = ", ".join(misfits[:_NAMED])
@@ -131,13 +154,14 @@ class Stored:
                 "it was saved from another model or with other options, use those or another checkpoint"
             )
 
-    def _misfit(self, name: str, tensor: torch.Tensor) -> str | None:
+    def _misfit(self, name: str, value: torch.Tensor | Part) -> str | None:
         entry = self._index.tensors.get(name)
         if entry is None:
             return f"'{name}' is not in it"
+        tensor, shape = (value.tensor, value.layout.shape) if isinstance(value, Part) else (value, tuple(value.shape))
         dtypes.refuse_unstorable(name, tensor)
-        if (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
-            stored, here = _words(entry.dtype, entry.shape), _words(tensor.dtype, tensor.shape)
+        if (entry.dtype, entry.shape) != (tensor.dtype, shape):
+            stored, here = _words(entry.dtype, entry.shape), _words(tensor.dtype, shape)
             return f"'{name}' is {stored} there and {here} here"
         return None
 
@@ -156,6 +180,23 @@ def _region(source: torch.Tensor, item: ReadItem) -> torch.Tensor:
     for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         source = source.narrow(dim, begin, length)
     return source
+
+
+def _overlap(box: Box, chunk: Chunk) -> list[tuple[int, int]] | None:
+    """Where a box and a chunk meet, as a range of the whole along every dimension."""
+    ranges = [
+        (max(a, b), min(a + m, b + n))
+        for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+    ]
+    return ranges if all(begin < end for begin, end in ranges) else None
+
+
+def _copy_overlap(local: torch.Tensor, box: Box, source: torch.Tensor, chunk: Chunk) -> None:
+    target = box.of(local)
+    for dim, (begin, end) in enumerate(_overlap(box, chunk) or ()):
+        target = target.narrow(dim, begin - box.offsets[dim], end - begin)
+        source = source.narrow(dim, begin - chunk.offsets[dim], end - begin)
+    target.copy_(source)
 
 
 def _words(dtype: torch.dtype, shape: Iterable[int]) -> str:

@@ -17,6 +17,7 @@ from echelon.checkpoint.faults import first_line
 from echelon.checkpoint.save import Save
 from echelon.checkpoint.staging import Staging
 from echelon.errors import CheckpointError, UsageError
+from echelon.parallel.layout import Part
 from echelon.world import DEFAULT_TIMEOUT
 
 
@@ -55,14 +56,14 @@ class Writer:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | Part],
         facts: dict[str, Any],
         wait: bool | None = None,
     ) -> Path:
         """Store ``tensors`` as they are now, and rank 0's ``facts``, as the checkpoint of ``step``.
 
-        A tensor of the same name on several ranks is taken to be the same and written once; a DTensor is written by
-        its shards. Returns where the checkpoint will be: it is there when this returns if ``wait`` (by default: if the
+        A tensor of the same name on several ranks is taken to be the same and written once; a DTensor and a Part are
+        written by what this rank holds of them. Returns where the checkpoint will be: it is there when this returns if ``wait`` (by default: if the
         writer is not asynchronous), else after ``wait()``. Calling ``save`` again waits for the one before.
         """
         self.wait()

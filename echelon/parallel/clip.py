@@ -1,26 +1,72 @@
-"""Clipping by global norm, for dense and sparse gradients together."""
+"""The norm of all gradients, and clipping by it: dense and sparse, whole, cut, staged and sharded alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from echelon.parallel.collective import start_small_sum
+
+
+class Census:
+    """Which of its gradients a rank counts, so that over all ranks every entry counts once.
+
+    group: all ranks that hold a part of the model; ``None`` where this rank holds all of it
+    flags: all ranks whose gradients may differ: they must agree on whether one is not finite
+    """
+
+    def __init__(
+        self,
+        counted: Collection[int] = (),
+        group: dist.ProcessGroup | None = None,
+        flags: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._counted, self._group, self._flags = set(counted), group, flags
+
+    def norm(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+        """The 2-norm over the gradients of the whole model."""
+        if self._group is None:
+            values = _values(parameters)
+            return nn.utils.get_total_norm(values) if values else torch.zeros(())
+        values = _values(p for p in parameters if id(p) in self._counted)
+        squares = [norm.double().square().to(device) for norm in torch._foreach_norm(values)] if values else []
+        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.double, device=device)
+        return start_small_sum(own.reshape(1), self._group)()[0].sqrt()
+
+    def all_finite(self, finite: bool, device: torch.device) -> bool:
+        """Whether every rank's gradients are finite."""
+        if self._flags is None:  # reduced gradients are the same everywhere, and so is the answer
+            return finite
+        return not float(start_small_sum(torch.tensor([0.0 if finite else 1.0], device=device), self._flags)())
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, census: Census | None = None, device: torch.device | None = None
+) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm they had."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-    if not values:
-        return torch.zeros(())
-    total = nn.utils.get_total_norm(values)
+    held = [p for p in parameters if p.grad is not None]
+    total = (census or Census()).norm(held, device or torch.device("cpu"))
+    grads = [p.grad for p in held if p.grad is not None]
+    if not grads:
+        return total
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own formula, so that the numbers agree
     dense = [grad for grad in grads if not grad.is_sparse]
-    if dense:
-        torch._foreach_mul_(dense, coefficient)
+    by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in dense:
+        by_place.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (place, dtype), same in by_place.items():
+        factor = coefficient.to(place, dtype) if coefficient.dtype == torch.double else coefficient.to(place)
+        torch._foreach_mul_(same, factor)
     for grad in grads:
         if grad.is_sparse:
-            grad.mul_(coefficient)
+            grad.mul_(coefficient.to(grad.device, grad.dtype))
     return total
+
+
+def _values(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]

@@ -3,44 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.parallel.collective import start_small_sum
-from echelon.parallel.dgc import Peers, SparseMomentum
+from echelon.parallel.clip import Census
+from echelon.parallel.dgc import SparseMomentum
 from echelon.parallel.precision import Scaler
-from echelon.parallel.reduce import Reducer
-from echelon.parallel.tally import Tally
+from echelon.parallel.reduce import Passes, once
+from echelon.parallel.tally import StagedTally, Tally
 from echelon.plan import Plan
 from echelon.watch.clock import Clock
 
 
+class Reduces(Protocol):
+    """What brings the gradients of one optimizer together."""
+
+    def arm(self, compressing: bool = ..., passes: Passes = ...) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class AddsUp(Protocol):
+    """What adds up gradients of one update that other ranks hold parts of, once they are reduced."""
+
+    def add_up(self, optimizers: Collection[str]) -> None: ...
+
+
 class Gradients:
-    """The gradients of one model. ``groups`` carry the buckets; empty when this process steps alone."""
+    """The gradients of one model.
+
+    parameters: what backward fills, by name
+    held:       what optimizers step on, by name: the same, or shards of them
+    reducers:   by optimizer; empty when this process steps alone
+    census:     asks all ranks that hold a part of the model
+    sums:       what is left to add up when gradients are reduced
+    """
 
     def __init__(
         self,
         plan: Plan,
         parameters: Mapping[str, nn.Parameter],
+        held: Mapping[str, nn.Parameter],
         optimizers: Mapping[str, torch.optim.Optimizer],
-        groups: Sequence[dist.ProcessGroup],
+        reducers: Mapping[str, Reduces],
         scaler: Scaler,
-        peers: Peers | None = None,
+        census: Census,
+        sums: Sequence[AddsUp] = (),
     ) -> None:
-        self._plan, self._parameters, self._scaler = plan, parameters, scaler
-        within = peers.within if peers else None
-        self._reducers = {key: Reducer(plan, key, parameters, groups, within) for key in optimizers} if groups else {}
+        self._plan, self._scaler, self._census, self._sums = plan, scaler, census, sums
+        self._parameters, self._held, self._reducers = parameters, held, reducers
+        self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
         self._owned = {key: [p for group in o.param_groups for p in group["params"]] for key, o in optimizers.items()}
-        self._flags = groups[0] if groups and self._compressors else None  # ranks must agree on an overflow
-        self._frozen = [(spec.name, parameters[spec.name]) for spec in plan.model if not spec.trainable]
+        trainable = {spec.name: spec.trainable for spec in plan.model}
+        self._frozen = [(name, parameter) for name, parameter in parameters.items() if not trainable[name]]
         self._sum = plan.reduce_op == "sum"
+        self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: every pass is reduced at once
         # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
-        self._plain = not groups and plan.gradient_merge == 1
+        self._plain = not reducers and plan.gradient_merge == 1
         self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_weight``
         self.merged = 0  #: forward passes since the last update
         self.merged_samples: Tensor | float = 0.0  #: samples all ranks saw in them
@@ -58,8 +81,17 @@ class Gradients:
         """Only where ranks step alone: this one has seen no sample, and has nothing to apply."""
         return not self._reducers and isinstance(self.merged_samples, float | int) and self.merged_samples == 0
 
-    def add(self, loss: Tensor, samples: float, tally: Tally, clock: Clock, step: int) -> None:
-        """Backward. The last of the merged passes also reduces, while backward runs.
+    def add(
+        self,
+        backward: Callable[[Tensor | float], None],
+        samples: float,
+        tally: Tally | StagedTally,
+        clock: Clock,
+        step: int,
+        passes: Passes = once,
+    ) -> None:
+        """``backward(weight)``: of the loss times that weight. The last of the merged passes also reduces, while
+        backward runs.
 
         Every rank weights its loss by its part of the global batch, so that gradients are sums that add up over ranks
         and merged passes to the exact mean, however uneven the shares.
@@ -67,26 +99,28 @@ class Gradients:
         self.clear()
         self.merged += 1
         weight = self._weight(samples, tally)
-        if self.ready:
-            self._arm(self._owned, step)
-        _scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
+        if self.ready or self.holds_sums:
+            self._arm(self._owned, step, passes)
+        backward(weight)
         clock.lap("backward")
         self.merged_samples, self._own_samples = self.merged_samples + tally.samples, self._own_samples + samples
         if self.ready:
             self._finish(self._owned, step)
             clock.lap("communicate")
+        elif self.holds_sums:
+            self._reduce(self._owned)
 
     def add_local(self, loss: Tensor) -> None:
         """Backward and nothing else; ``reduce`` follows when the user says so."""
         self.clear()
-        _scaled(loss, self._scaler.scale).backward()  # type: ignore[no-untyped-call]
+        scaled(loss, self._scaler.scale).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally, step: int) -> None:
         """Reduce what ``add_local`` gathered, this rank counting as ``samples``."""
-        self.merged, self.merged_samples, self._own_samples = 1, tally.samples, samples
+        self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
         self.assumed, self._boost = tally.samples, 1.0
         chosen = list(optimizers)
-        if self._reducers and not self._sum:
+        if self._together and not self._sum:
             self._scale(samples / tally.samples)
         self._arm(chosen, step)
         self._finish(chosen, step)
@@ -97,7 +131,7 @@ class Gradients:
 
     def clear(self) -> None:
         if self._stale:
-            for parameter in self._parameters.values():
+            for parameter in (*self._parameters.values(), *self._held.values()):
                 parameter.grad = None
             self._stale = False
 
@@ -105,7 +139,12 @@ class Gradients:
         """What has been merged but not reduced: part of the training state."""
         if not self.merged:
             return {}
-        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        return {name: p.grad for name, p in self._gathering.items() if p.grad is not None}
+
+    @property
+    def _gathering(self) -> Mapping[str, nn.Parameter]:
+        """Where merged gradients lie."""
+        return self._held if self.holds_sums else self._parameters
 
     def facts(self) -> dict[str, float | None]:
         """The numbers that belong to the training state."""
@@ -122,11 +161,11 @@ class Gradients:
         self.merged, self.assumed = facts["merged"], facts["assumed"]
         self.merged_samples, self._own_samples = facts["merged_samples"], facts["own_samples"]
         for name, read in unreduced:
-            parameter = self._parameters[name]
+            parameter = self._gathering[name]
             grad = read().to(parameter.device)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _weight(self, samples: float, tally: Tally) -> Tensor | float:
+    def _weight(self, samples: float, tally: Tally | StagedTally) -> Tensor | float:
         """What the loss counts for: its samples, as a part of all that the update will have seen.
 
         The part is of the previous update's samples: waiting here for the true number would hold a quick rank's
@@ -138,7 +177,7 @@ class Gradients:
         """
         passes = self._plan.gradient_merge
         if self._scaler.active and not self._plain:
-            self._boost = float(passes * (self._plan.ranks if self._reducers and not self._sum else 1))
+            self._boost = float(passes * (self._plan.replicas if self._together and not self._sum else 1))
         scale = self._scaler.scale * self._boost
         if self._plain:
             return scale
@@ -149,19 +188,21 @@ class Gradients:
             self.assumed = total if isinstance(total, Tensor) or total else 1.0
         return samples * scale / self.assumed
 
-    def _arm(self, optimizers: Iterable[str], step: int) -> None:
+    @property
+    def _together(self) -> bool:
+        """Whether replicas share every step."""
+        return bool(self._reducers) and self._plan.replicas > 1
+
+    def _arm(self, optimizers: Iterable[str], step: int, passes: Passes = once) -> None:
         for key in optimizers:
             if key in self._reducers:
-                self._reducers[key].arm(compressing=self._sparsity(key, step) is not None)
+                self._reducers[key].arm(compressing=self._sparsity(key, step) is not None, passes=passes)
 
     def _sparsity(self, key: str, step: int) -> float | None:
         return self._compressors[key].sparsity(step) if key in self._compressors else None
 
     def _finish(self, optimizers: Collection[str], step: int) -> None:
-        self._refuse_thawed()
-        for key in optimizers:
-            if key in self._reducers:
-                self._reducers[key].finish()
+        self._reduce(optimizers)
         if not (self._sum or self._plain or self.empty):
             self._correct(self.merged_samples)
         self.overflowed = self._scaler.active and not self._all_finite(optimizers)
@@ -171,13 +212,17 @@ class Gradients:
                 own = self.merged_samples / self._own_samples if self._own_samples else 0.0
                 self._compressors[key].exchange(sparsity, magnify=own)
 
+    def _reduce(self, optimizers: Collection[str]) -> None:
+        self._refuse_thawed()
+        for key in optimizers:
+            if key in self._reducers:
+                self._reducers[key].finish()
+        for sums in self._sums if self.ready else ():
+            sums.add_up(optimizers)
+
     def _all_finite(self, optimizers: Iterable[str]) -> bool:
         grads = [p.grad for key in optimizers for p in self._owned[key] if p.grad is not None]
-        finite = self._scaler.unscale(grads, self._boost)
-        if self._flags is None:  # reduced gradients are the same everywhere, and so is the answer
-            return finite
-        device = next(iter(self._parameters.values())).device
-        return not float(start_small_sum(torch.tensor([0.0 if finite else 1.0], device=device), self._flags)())
+        return self._census.all_finite(self._scaler.unscale(grads, self._boost), self._device)
 
     def _refuse_thawed(self) -> None:
         """A parameter that the plan does not reduce must not be trained: replicas would drift apart unseen."""
@@ -196,10 +241,12 @@ class Gradients:
         self.assumed = actual
 
     def _scale(self, factor: Tensor | float) -> None:
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        scaled_already: set[int] = set()
+        for parameter in (*self._parameters.values(), *self._held.values()):
+            if parameter.grad is not None and id(parameter.grad) not in scaled_already:
+                scaled_already.add(id(parameter.grad))
+                parameter.grad.mul_(factor if not isinstance(factor, Tensor) else factor.to(parameter.grad.device))
 
 
-def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
+def scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight

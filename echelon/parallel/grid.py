@@ -37,15 +37,25 @@ class Grid:
         """Their process group; ``None`` where this rank is alone. The same group however often it is asked for."""
         key = tuple(axis for axis in AXES if axis in axes)
         if key not in self._made:
-            self._made[key] = self.new_group(*key)
+            everyone = self.size(*key) == self.size(*AXES) > 1 and not self._order
+            self._made[key] = dist.group.WORLD if everyone else self.new_group(*key)
         return self._made[key]
+
+    def control(self, *axes: str) -> dist.ProcessGroup | None:
+        """A group of the same ranks for small messages between hosts' memories."""
+        return None if self.size(*axes) == 1 else self._mine(lines(self._mesh, self._order, axes), "gloo")
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
         """As ``group``, but with connections of its own."""
-        if self.size(*axes) == 1:
-            return None
+        return None if self.size(*axes) == 1 else self._mine(lines(self._mesh, self._order, axes))
+
+    def among(self, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The ranks at these places along the stage axis, with connections of their own; ``None`` elsewhere."""
+        return self._mine([[line[place] for place in places] for line in lines(self._mesh, self._order, ("stage",))])
+
+    def _mine(self, sets: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         mine = None
-        for line in lines(self._mesh, self._order, axes):
-            made = self._groups.new(line)
-            mine = made if self._rank in line else mine
+        for ranks in sets:
+            made = self._groups.new(ranks, backend)
+            mine = made if self._rank in ranks else mine
         return mine

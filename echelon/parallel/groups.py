@@ -14,9 +14,11 @@ class Groups:
         self._backend = backend
         self._made: list[dist.ProcessGroup] = []
 
-    def new(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    def new(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """A group of ``ranks``, or of all; on a rank that is not in it, torch's stand-in for that."""
-        made: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), backend=self._backend)
+        made: dist.ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks), backend=backend or self._backend
+        )
         if isinstance(made, dist.ProcessGroup):
             self._made.append(made)
         return made

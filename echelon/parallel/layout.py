@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +81,13 @@ class Layout:
         for begin, end in self._ranges(dim):
             yield (begin, end), at
             at += end - begin
+
+
+class Part(NamedTuple):
+    """A local tensor together with what it is a part of."""
+
+    tensor: Tensor
+    layout: Layout
 
 
 def shares(total: int, parts: int, weights: tuple[float, ...] | None = None, first: int = 0) -> list[Range]:

@@ -26,10 +26,26 @@ from echelon.parallel.wire import Sum, sum_over
 from echelon.plan import Bucket, Plan
 
 
+Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
+Passes = Callable[[str], int]
+
+
+def once(name: str) -> int:
+    """One backward pass makes every gradient."""
+    return 1
+
+
+def _carrier(plan: Plan, bucket: Bucket, carriers: Carriers) -> dist.ProcessGroup:
+    groups = carriers[bucket.axes]
+    return groups[plan.buckets.index(bucket) % len(groups)]
+
+
 class Reducer:
     """Reduces the gradients of the plan's buckets that belong to one optimizer.
 
-    ``within``: the ranks of this host, when buckets that are compressed are first reduced among them
+    carriers: by axes, the groups that carry buckets; a bucket along axes that are not there is reduced by nobody
+    place:    this rank's place along the stage axis
+    within:   the ranks of this host, when buckets that are compressed are first reduced among them
     """
 
     def __init__(
@@ -37,27 +53,34 @@ class Reducer:
         plan: Plan,
         optimizer: str,
         parameters: Mapping[str, nn.Parameter],
-        groups: Sequence[dist.ProcessGroup],
+        carriers: Carriers,
+        place: int = 0,
         within: dist.ProcessGroup | None = None,
     ) -> None:
-        mine = [bucket for bucket in plan.buckets if bucket.optimizer == optimizer]
-        dense = [bucket for bucket in mine if not bucket.sparse]
-        self._buckets = [
-            _Bucket(bucket, parameters, plan, groups[plan.buckets.index(bucket) % len(groups)], within)
-            for bucket in dense
+        mine = [
+            bucket
+            for bucket in plan.buckets
+            if bucket.optimizer == optimizer and place in bucket.places and carriers.get(bucket.axes)
         ]
-        self._sparse = [(b.parameters[0], parameters[b.parameters[0]]) for b in mine if b.sparse]
-        self._group = groups[0]
+        self._buckets = [
+            _Bucket(bucket, parameters, plan, _carrier(plan, bucket, carriers), within)
+            for bucket in mine
+            if not bucket.sparse
+        ]
+        self._sparse = [(b.parameters[0], parameters[b.parameters[0]], carriers[b.axes][0]) for b in mine if b.sparse]
         self._armed, self._compressing = False, False
         self._next = 0
         for bucket in self._buckets:
             bucket.watch(self._on_complete)
 
-    def arm(self, compressing: bool = False) -> None:
-        """From now on a completed bucket is sent; when ``compressing``, those that the plan compresses are not."""
+    def arm(self, compressing: bool = False, passes: Passes = once) -> None:
+        """From now on a completed bucket is sent; when ``compressing``, those that the plan compresses are not.
+
+        ``passes`` says how many backward passes make up each parameter's gradient.
+        """
         self._armed, self._compressing, self._next = True, compressing, 0
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.reset(passes)
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
@@ -67,8 +90,8 @@ class Reducer:
             bucket.turn()
         for bucket in self._buckets:
             bucket.collect()
-        for name, parameter in self._sparse:
-            parameter.grad = reduce_sparse(name, parameter, self._group)
+        for name, parameter, group in self._sparse:
+            parameter.grad = reduce_sparse(name, parameter, group)
 
     def _on_complete(self) -> None:
         if self._armed:
@@ -103,7 +126,7 @@ class _Bucket:
         self._on_complete: Callable[[], None] = lambda: None
         self._under_way: Sum | None = None
         self._missing: list[int] = []
-        self._waiting = set(range(len(self.parameters)))
+        self._waiting: dict[int, int] = {}  # passes to come, by parameter
 
     @property
     def complete(self) -> bool:
@@ -122,13 +145,16 @@ class _Bucket:
                 f"the gradient of '{self.names[index]}' changed after it was sent: one backward finished it "
                 "twice; with torch.utils.checkpoint use use_reentrant=False"
             )
-        self._waiting.discard(index)
+        if self._waiting.get(index, 0) > 1:
+            self._waiting[index] -= 1
+            return
+        self._waiting.pop(index, None)
         if not self._waiting:
             self._on_complete()
 
-    def reset(self) -> None:
+    def reset(self, passes: Passes) -> None:
         self._under_way = None
-        self._waiting = set(range(len(self.parameters)))
+        self._waiting = {i: passes(name) for i, name in enumerate(self.names)}
 
     @torch.no_grad()
     def send(self, compressing: bool) -> None:

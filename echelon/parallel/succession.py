@@ -26,10 +26,9 @@ def replaced_decay(plan: Plan, given: Mapping[str, torch.optim.Optimizer]) -> li
 
 
 def successors(
-    plan: Plan, given: Mapping[str, torch.optim.Optimizer], model: nn.Module, peers: Peers | None
+    plan: Plan, given: Mapping[str, torch.optim.Optimizer], named: Mapping[str, nn.Parameter], peers: Peers | None
 ) -> dict[str, torch.optim.Optimizer]:
-    """For each optimizer, by name, the one that takes its steps."""
-    named = dict(model.named_parameters())
+    """For each optimizer, by name, the one that takes its steps. ``named``: what this rank holds of the model."""
     return {key: _successor(plan, key, optimizer, named, peers) for key, optimizer in given.items()}
 
 
@@ -41,7 +40,7 @@ def _successor(
     peers: Peers | None,
 ) -> torch.optim.Optimizer:
     owned = {id(p) for group in given.param_groups for p in group["params"]}
-    undecayed = [named[name] for name in plan.undecayed if id(named[name]) in owned]
+    undecayed = [named[name] for name in plan.undecayed if name in named and id(named[name]) in owned]
     if plan.lars is not None:
         s = plan.lars
         return lars_from(given, coeff=s.coeff, weight_decay=s.weight_decay, eps=s.eps, exclude=undecayed)

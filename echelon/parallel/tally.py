@@ -48,3 +48,45 @@ class Tally:
         if self._total is None:
             self._total = self._answer()
         return self._total
+
+
+class StagedTally:
+    """The same for a pipeline, whose loss only its last stage knows, and only at the end.
+
+    ``speaks``: whether this rank counts, or only listens: of all that work on one batch, one speaks
+    """
+
+    def __init__(self, samples: float, speaks: bool, op: str, group: dist.ProcessGroup | None, device: torch.device):
+        self._alone, self._own, self._sum, self._group, self._speaks = group is None, samples, op == "sum", group, speaks
+        self.local = torch.zeros((), device=device)
+        self._total: Tensor | None = None
+        if group is not None:
+            count = torch.full((), samples if speaks else 0.0, dtype=torch.double, device=device)
+            self._count = start_small_sum(count.reshape(1), group)
+            self._counted: Tensor | None = None
+
+    def close(self, loss: Tensor) -> None:
+        """Backward is over, and ``loss`` the mean over this rank's batch, as far as it knows it."""
+        self.local = loss.detach()
+        if self._group is None:
+            return
+        weight = (1.0 if self._sum else self._own) if self._own else 0.0
+        mine = self.local.double() * weight if weight else torch.zeros_like(self.local, dtype=torch.double)
+        self._answer = start_small_sum(mine.reshape(1), self._group)
+
+    @property
+    def loss(self) -> Tensor:
+        if self._alone:
+            return self.local
+        if self._total is None:
+            self._total = self._answer()[0]
+        samples = self.samples
+        return (self._total if self._sum else self._total / samples).to(self.local.dtype)
+
+    @property
+    def samples(self) -> Tensor | float:
+        if self._alone:
+            return self._own
+        if self._counted is None:
+            self._counted = self._count()[0]
+        return self._counted if self._counted.is_cuda else float(self._counted)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from echelon.annotate import Marks
 from echelon.errors import UsageError
 from echelon.optim.exclusion import excluded_names
-from echelon.plan.plan import Bucket, Parameter, Plan
+from echelon.plan.axes import find_axes
+from echelon.plan.plan import Bucket, Parameter, Plan, numel
+from echelon.plan.record import Recording
 from echelon.plan.segments import find_chains, find_segments
 from echelon.strategy import (
     AdaptiveLocalSgd,
@@ -20,11 +25,17 @@ from echelon.strategy import (
     LocalSgd,
     LrScaling,
     Recompute,
-    Reduction,
+    Shard,
     Strategy,
 )
+from echelon.strategy.combine import refuse_conflicts
+
+if TYPE_CHECKING:  # which goes by the mesh, and so imports this package
+    from echelon.cluster import Cluster
 
 MEGABYTE = 2**20
+
+UNMARKED = Marks(units={}, splits={}, replicates=(), pipeline=None, default=None)
 
 
 def make_plan(
@@ -33,18 +44,32 @@ def make_plan(
     strategy: Strategy,
     ranks: int,
     ranks_per_host: int = 1,
+    marks: Marks | None = None,
+    cluster: Cluster | None = None,
 ) -> Plan:
-    """Replicate the model on every rank and train it as the strategy says."""
+    """Spread the model as its marks say, over ``ranks``, and train it as the strategy says.
+
+    Where parts of it are cut or staged, ``complete`` adds the buckets once it is known which.
+    """
+    marks = marks or UNMARKED
+    refuse_conflicts(strategy, _implied(marks))
     sparse = sparse_names(model)
     named = dict(model.named_parameters())
     dgc, recompute = strategy.part(Dgc), strategy.part(Recompute)
     lars, lamb = strategy.part(Lars), strategy.part(Lamb)
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
     hierarchical = dgc is not None and dgc.hierarchical
-    return Plan(
-        mesh={"replicate": ranks},
+    size = cluster.slice_size(ranks_per_host) if cluster else None
+    mesh = find_axes(_stages(marks), marks.pipeline, bool(marks.splits), size, ranks)
+    plan = Plan(
+        mesh=mesh,
+        order=_order(cluster, mesh, ranks, ranks_per_host),
         model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
-        buckets=tuple(_all_buckets(named, sparse, optimizers, strategy.reduction, dgc)),
+        buckets=(),
+        splits=marks.splits if mesh.get("split", 1) > 1 else {},
+        spread=bool(marks.replicates) and mesh.get("split", 1) > 1,
+        pipeline=marks.pipeline,
+        shard=strategy.part(Shard) if mesh["replicate"] > 1 else None,
         ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
         communicators=strategy.reduction.communicators,
         reduce_op=strategy.reduction.op,
@@ -62,7 +87,59 @@ def make_plan(
         local=alone if ranks > 1 else None,
         lr_scaling=strategy.part(LrScaling),
         sync_batch_norm=_shared_batch_norm(model, strategy.sync_batch_norm, ranks, alone is not None),
+        bucket_mb=(strategy.reduction.first_bucket_mb, strategy.reduction.bucket_mb),
     )
+    return plan if plan.in_parts else complete(plan, owned_names(model, optimizers))
+
+
+def complete(
+    plan: Plan,
+    owned: Mapping[str, Collection[str]],
+    *,
+    cut: Collection[str] = (),
+    partial: Collection[str] = (),
+    stages: Recording | None = None,
+) -> Plan:
+    """The plan with its buckets.
+
+    owned:   by optimizer, the parameters it trains
+    cut:     parameters of which each rank of the split axis holds a part
+    partial: parameters held whole, whose gradients are sums over the split axis too
+    stages:  what the recording found, in a pipeline
+    """
+    depth = plan.mesh.get("stage", 1)
+
+    def home(name: str) -> Home:
+        held = stages.holders[name] if stages else (0,)
+        over_split = name in partial or (plan.spread and name not in cut)
+        axes = ("replicate", "split") if over_split else ("replicate",)
+        return tuple(sorted({stage % depth for stage in held})), axes
+
+    buckets = tuple(_all_buckets(plan, owned, home))
+    return dataclasses.replace(plan, buckets=buckets, stages=stages)
+
+
+def owned_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[str]]:
+    """By optimizer, the names of its parameters; one that is not in the model is refused."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    return {key: _owned_names(key, optimizer, names) for key, optimizer in optimizers.items()}
+
+
+def _implied(marks: Marks) -> list[str]:
+    return [name for name, there in (("split", marks.splits), ("pipeline", marks.pipeline)) if there]
+
+
+def _stages(marks: Marks) -> int:
+    if marks.units:
+        return max(marks.units.values()) + 1
+    return (marks.pipeline.stages or 1) if marks.pipeline else 1
+
+
+def _order(cluster: Cluster | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
+    if cluster is None:
+        return ()
+    order = cluster.arrange(mesh.get("stage", 1) * mesh.get("split", 1), ranks, ranks_per_host)
+    return () if order == tuple(range(ranks)) else order
 
 
 def _uniform(ranks: int, ranks_per_host: int) -> int:
@@ -110,29 +187,40 @@ def _parameter(name: str, value: nn.Parameter, sparse: bool) -> Parameter:
     )
 
 
-def _all_buckets(
-    named: Mapping[str, nn.Parameter],
-    sparse: set[str],
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    reduction: Reduction,
-    dgc: Dgc | None,
-) -> Iterable[Bucket]:
-    names = {id(value): name for name, value in named.items()}
-    for key, optimizer in optimizers.items():
-        owned = _owned_names(key, optimizer, names)
-        trained = [name for name in named if name in owned and named[name].requires_grad]
-        dense = [name for name in reversed(trained) if name not in sparse]  # backward's order, nearly
-        large = [name for name in dense if dgc is not None and named[name].numel() >= dgc.min_size]
-        for parameters in _fill([name for name in dense if name not in large], named, reduction):
-            yield Bucket(optimizer=key, parameters=tuple(parameters))
-        for parameters in _fill(large, named, reduction):
-            yield Bucket(optimizer=key, parameters=tuple(parameters), compressed=True)
+Home = tuple[tuple[int, ...], tuple[str, ...]]  # places along the stage axis, and axes to reduce over
+
+
+def _all_buckets(plan: Plan, owned: Mapping[str, Collection[str]], home: Callable[[str], Home]) -> Iterable[Bucket]:
+    specs = {spec.name: spec for spec in plan.model}
+    for key, names in owned.items():
+        trained = [name for name in specs if name in names and specs[name].trainable]
+        dense = [name for name in reversed(trained) if not specs[name].sparse]  # backward's order, nearly
+        for (places, axes), members in _grouped(dense, home).items():
+            compressed = [name for name in members if plan.dgc and numel(specs[name]) >= plan.dgc.min_size]
+            plain = [name for name in members if name not in compressed]
+            for order in (plain, compressed):
+                for parameters in _fill(order, specs, plan.bucket_mb):
+                    yield Bucket(
+                        optimizer=key,
+                        parameters=tuple(parameters),
+                        places=places,
+                        axes=axes,
+                        compressed=order is compressed,
+                    )
         for name in reversed(trained):
-            if name in sparse:
-                yield Bucket(optimizer=key, parameters=(name,), sparse=True)
+            if specs[name].sparse:
+                places, axes = home(name)
+                yield Bucket(optimizer=key, parameters=(name,), places=places, axes=axes, sparse=True)
 
 
-def _owned_names(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str]:
+def _grouped(names: Iterable[str], home: Callable[[str], Home]) -> dict[Home, list[str]]:
+    groups: dict[Home, list[str]] = {}
+    for name in names:
+        groups.setdefault(home(name), []).append(name)
+    return groups
+
+
+def _owned_names(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
     values = [value for group in optimizer.param_groups for value in group["params"]]
     strangers = [tuple(value.shape) for value in values if id(value) not in names]
     if strangers:
@@ -140,20 +228,20 @@ def _owned_names(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int,
             f"optimizer '{key}' holds {len(strangers)} parameters that are not in the model (the first has shape "
             f"{strangers[0]}); build it from the parameters of the model given to distribute()"
         )
-    return {names[id(value)] for value in values}
+    return [names[id(value)] for value in values]
 
 
-def _fill(order: list[str], named: Mapping[str, nn.Parameter], reduction: Reduction) -> Iterable[list[str]]:
+def _fill(order: list[str], specs: Mapping[str, Parameter], sizes: tuple[float, float]) -> Iterable[list[str]]:
     """Cut ``order`` into buckets of one dtype and about the asked size; the first is small, to start early."""
-    limit = reduction.first_bucket_mb * MEGABYTE
+    limit = sizes[0] * MEGABYTE
     bucket: list[str] = []
     filled = 0
     for name in order:
-        value = named[name]
-        if bucket and (filled >= limit or named[bucket[-1]].dtype != value.dtype):
+        spec = specs[name]
+        if bucket and (filled >= limit or specs[bucket[-1]].dtype != spec.dtype):
             yield bucket
-            bucket, filled, limit = [], 0, reduction.bucket_mb * MEGABYTE
+            bucket, filled, limit = [], 0, sizes[1] * MEGABYTE
         bucket.append(name)
-        filled += value.numel() * value.element_size()
+        filled += numel(spec) * getattr(torch, spec.dtype).itemsize
     if bucket:
         yield bucket

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from echelon.errors import UsageError
-from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling
+from echelon.marks import Pipeline, Split
+from echelon.plan.record import Recording
+from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Shard
 from echelon.strict import build, strict
 
 
@@ -26,10 +29,16 @@ class Parameter:
 
 @strict
 class Bucket:
-    """Parameters whose gradients travel together, in the order in which backward is expected to finish them."""
+    """Parameters whose gradients travel together, in the order in which backward is expected to finish them.
+
+    places: the ranks along the stage axis that hold them
+    axes:   the axes of the mesh along which ranks add theirs up
+    """
 
     optimizer: str
     parameters: tuple[str, ...]
+    places: tuple[int, ...] = (0,)
+    axes: tuple[str, ...] = ("replicate",)
     sparse: bool = False
     compressed: bool = False  # once DGC has begun, only the largest entries travel
 
@@ -38,6 +47,14 @@ class Bucket:
 class Plan:
     """What every rank does. Two ranks with equal hashes run the same collectives in the same order.
 
+    mesh, order:    sizes of the axes (see plan/mesh.py), and the ranks from its first place to its last where they are
+                    not simply counted up
+    splits:         modules whose weights are cut over the split axis
+    spread:         ranks along the split axis have batches of their own; otherwise they share one
+    pipeline:       how micro-batches go through the stages
+    stages:         what each stage runs and needs; found with the first batch
+    shard:          what replicas share out
+    shares:         relative sizes of the replicas' batches, where they are not equal
     ranks_per_host: how many ranks reduce among themselves before anything leaves the host; 1 when hosts do not matter
     wire:           the 16-bit type that gradients (DGC: values, LocalSGD: changes of weights) travel in
     recompute:      modules that are recomputed together in backward, one tuple a segment
@@ -47,8 +64,15 @@ class Plan:
     """
 
     mesh: dict[str, int]
+    order: tuple[int, ...] = ()
     model: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
+    splits: dict[str, Split] = dataclasses.field(default_factory=dict)
+    spread: bool = False
+    pipeline: Pipeline | None = None
+    stages: Recording | None = None
+    shard: Shard | None = None
+    shares: tuple[float, ...] = ()
     ranks_per_host: int = 1
     communicators: int = 1
     reduce_op: str = "mean"
@@ -66,15 +90,28 @@ class Plan:
     local: LocalSgd | AdaptiveLocalSgd | None = None
     lr_scaling: LrScaling | None = None
     sync_batch_norm: tuple[str, ...] = ()
-    version: int = 2
+    bucket_mb: tuple[float, float] = (1.0, 25.0)
+    version: int = 3
 
     @property
     def ranks(self) -> int:
         """Devices the plan needs: the product of the mesh's axes."""
-        product = 1
-        for size in self.mesh.values():
-            product *= size
-        return product
+        return math.prod(self.mesh.values())
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks hold different parts of the model's own computation: some layers are cut, or it is staged."""
+        return self.mesh.get("stage", 1) * self.mesh.get("split", 1) > 1
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks see different samples."""
+        return ("replicate", "split") if self.spread else ("replicate",)
+
+    @property
+    def replicas(self) -> int:
+        """How many different batches make up a global batch."""
+        return self.mesh["replicate"] * (self.mesh.get("split", 1) if self.spread else 1)
 
     @property
     def hash(self) -> str:
@@ -93,7 +130,7 @@ class Plan:
     def describe(self) -> str:
         """The plan in a few lines for people."""
         trained = [p for p in self.model if p.trainable]
-        count = sum(_numel(p.shape) for p in self.model)
+        count = sum(numel(p) for p in self.model)
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [
             f"mesh: {axes} ({_count(self.ranks, 'rank')})",
@@ -114,6 +151,13 @@ class Plan:
         )
 
     def _options(self) -> Iterator[str]:
+        if self.splits:
+            how = "each rank with a batch of its own" if self.spread else "ranks share a batch"
+            yield f"split: {_count(len(self.splits), 'module')} over {self.mesh['split']} ranks, {how}"
+        if self.pipeline is not None:
+            yield f"pipeline: {self.pipeline.micro_batches} micro-batches, {self.pipeline.schedule}"
+        if self.shard is not None:
+            yield f"shard: {self.shard}"
         if self.gradient_merge > 1:
             yield f"gradient merge: {self.gradient_merge}"
         for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "lr_scaling"):
@@ -158,8 +202,5 @@ def _flat(items: list[Any]) -> bool:
     return not any(isinstance(item, dict | list) for item in items)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def numel(parameter: Parameter) -> int:
+    return math.prod(parameter.shape)

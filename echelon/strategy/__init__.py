@@ -11,6 +11,7 @@ from echelon.strategy.parts import (
     Outer,
     Recompute,
     Reduction,
+    Shard,
 )
 from echelon.strategy.strategy import Strategy
 
@@ -25,5 +26,6 @@ __all__ = [
     "Outer",
     "Recompute",
     "Reduction",
+    "Shard",
     "Strategy",
 ]

@@ -98,14 +98,38 @@ _WITH_LOCAL_STEPS: dict[str, Verdict] = {
     "lamb": Change("trust ratios come from each rank's own gradient"),
 }
 
+#: With what the marks on a model say. These names are implied by the model, not options of a Strategy.
+_WITH_MARKS: dict[str, Verdict] = {
+    "dgc": Conflict("the largest entries are chosen among whole parameters", "drop dgc, or the marks"),
+    "localsgd": Conflict("replicas that step alone are whole models on one device", "drop localsgd, or the marks"),
+    "adaptive_localsgd": Conflict(
+        "replicas that step alone are whole models on one device", "drop adaptive_localsgd, or the marks"
+    ),
+}
+
+_WITH_SHARD: dict[str, Verdict] = {
+    "dgc": Conflict("each rank keeps residuals of whole gradients", "choose one of the two"),
+    "localsgd": Conflict("each rank steps with a whole optimizer of its own", "choose one of the two"),
+    "adaptive_localsgd": Conflict("each rank steps with a whole optimizer of its own", "choose one of the two"),
+    "fp16_allreduce": Conflict("gradients are scattered, not all-reduced", "choose one of the two"),
+    "gradient_merge": Change(
+        "with levels 2 and 3 every merged step is scattered at once, so that no rank holds a whole gradient; level 1 "
+        "sends once"
+    ),
+    "lars": Change("norms of parameters are summed over their shards: one small message an update"),
+    "lamb": Change("norms of parameters are summed over their shards: one small message an update"),
+}
+
 TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
     (name, local): verdict for local in ("localsgd", "adaptive_localsgd") for name, verdict in _WITH_LOCAL_STEPS.items()
 }
+TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
+TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
 
 
-def refuse_conflicts(strategy: Strategy) -> None:
-    """Raise for the first pair of active strategies that cannot be together."""
-    for (first, second), verdict in verdicts(strategy):
+def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:
+    """Raise for the first pair of active strategies, and marks of the model, that cannot be together."""
+    for (first, second), verdict in verdicts(strategy, implied):
         if isinstance(verdict, Conflict):
             raise UsageError(f"{first} and {second} do not combine: {verdict.why}; {verdict.do}")
 

@@ -45,7 +45,7 @@ def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
         values[first] = value
         return
     inner = values.get(first)
-    if isinstance(inner, str) and first in SHORTHAND:  # amp=fp16 amp.growth=4
+    if isinstance(inner, str | int) and not isinstance(inner, bool) and first in SHORTHAND:  # amp=fp16 amp.growth=4
         inner = {SHORTHAND[first]: inner}
     values[first] = inner if isinstance(inner, dict) else {}
     _put(values[first], rest, value)

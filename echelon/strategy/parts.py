@@ -6,8 +6,8 @@ from typing import Literal
 
 from echelon.strict import require, strict
 
-#: The one setting that a string stands for: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
-SHORTHAND = {"amp": "dtype", "lr_scaling": "rule"}
+#: The one setting that a word or a number stands for: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
+SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level"}
 
 
 @strict
@@ -193,6 +193,23 @@ class LrScaling:
     def factor(self, times: int) -> float:
         """By how much the rate grows, in the end, for a batch so many times as large."""
         return float(times) if self.rule == "linear" else times**0.5
+
+
+@strict
+class Shard:
+    """Replicas share out what one process would hold whole (ZeRO).
+
+    level:   1 shards the optimizer's state, 2 gradients as well, 3 parameters too
+    offload: "optimizer" keeps the optimizer's state in host memory and steps there; "parameters" (level 3) keeps the
+             shards of parameters there as well
+    """
+
+    level: Literal[1, 2, 3] = 3
+    offload: Literal["optimizer", "parameters"] | None = None
+
+    def __post_init__(self) -> None:
+        fits = self.offload != "parameters" or self.level == 3  # noqa: PLR2004
+        require(fits, self, "offload", "'optimizer', or level=3 as well: lower levels need parameters on the device")
 
 
 @strict

@@ -20,6 +20,7 @@ from echelon.strategy.parts import (
     LrScaling,
     Recompute,
     Reduction,
+    Shard,
 )
 from echelon.strict import build, require, strict
 
@@ -41,6 +42,7 @@ class Strategy:
     dgc:               send only the largest gradient entries
     localsgd:          ranks step alone and average their weights every k steps
     adaptive_localsgd: the same, with k following the loss
+    shard:             1, 2 or 3 (also ``True``): replicas share out optimizer state, gradients, parameters
     gradient_merge:    accumulate this many steps before one reduction and one update
     fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16 bits on the network
     clip:              scale gradients down to this global norm
@@ -57,6 +59,7 @@ class Strategy:
     dgc: bool | Dgc | None = None
     localsgd: bool | LocalSgd | None = None
     adaptive_localsgd: bool | AdaptiveLocalSgd | None = None
+    shard: bool | Literal[1, 2, 3] | Shard | None = None
     gradient_merge: int = 1
     fp16_allreduce: bool | Literal["fp16", "bf16"] | None = None
     clip: float | None = None
@@ -125,7 +128,7 @@ def _settings(name: str, kind: type[Any]) -> Any:
     def normal(value: Any) -> Any:
         if isinstance(value, bool):
             return kind() if value else None
-        return kind(**{SHORTHAND[name]: value}) if isinstance(value, str) else value
+        return kind(**{SHORTHAND[name]: value}) if isinstance(value, str | int) else value
 
     return normal
 
@@ -139,6 +142,7 @@ _PARTS = {
     "localsgd": LocalSgd,
     "adaptive_localsgd": AdaptiveLocalSgd,
     "lr_scaling": LrScaling,
+    "shard": Shard,
 }
 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {

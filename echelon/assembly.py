@@ -1,0 +1,250 @@
+"""Assembly: from a whole model on every rank to each rank's part of it, and the parts that train that.
+
+The order matters and is here in one place: record the forward of the whole model, cut layers, let go of other stages,
+share batch-norm statistics, recompute, shard, then the optimizers and what reduces their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.annotate import Marks
+from echelon.objective import Objective
+from echelon.parallel.agree import agree
+from echelon.parallel.batch_norm import synchronize
+from echelon.parallel.clip import Census
+from echelon.parallel.dgc import make_peers
+from echelon.parallel.gradients import AddsUp, Gradients, Reduces
+from echelon.parallel.grid import Grid
+from echelon.parallel.groups import Groups
+from echelon.parallel.holdings import Holdings, grouped_names, held_parameters
+from echelon.parallel.layout import Layout
+from echelon.parallel.local import LocalSteps
+from echelon.parallel.norms import add_up_norms
+from echelon.parallel.precision import Scaler
+from echelon.parallel.recompute import apply_recompute
+from echelon.parallel.reduce import Reducer
+from echelon.parallel.succession import successors
+from echelon.parallel.ties import Ties
+from echelon.plan import Plan
+from echelon.plan.make import complete, owned_names
+from echelon.world import World
+
+if TYPE_CHECKING:  # a run pays only for what its plan has
+    from echelon.parallel.pipeline.train import MicroBatches, Staged
+    from echelon.parallel.shard import Shards
+    from echelon.plan.record import Recording
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What splitting did: layouts of the parameters that are cut, and those held whole with partial gradients."""
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    partial: Collection[str] = ()
+
+
+@dataclass
+class Parts:
+    """What trains one rank's part of a model."""
+
+    plan: Plan
+    holdings: Holdings
+    optimizers: dict[str, torch.optim.Optimizer]
+    gradients: Gradients
+    scaler: Scaler
+    census: Census
+    local: LocalSteps | None
+    staged: Staged | MicroBatches | None
+    shards: Shards | None
+
+
+def assemble(
+    world: World,
+    groups: Groups,
+    grid: Grid,
+    model: nn.Module,
+    objective: Objective,
+    given: Optimizers,
+    plan: Plan,
+    marks: Marks,
+    batch: Any,
+) -> Parts:
+    """Cut and stage the model as the plan says, with ``batch`` to record a pipeline's forward on."""
+    names, owned = grouped_names(model, given), owned_names(model, given)
+    stages = _record(plan, marks, objective, model, batch)
+    applied = _split(plan, model, grid)
+    if plan.in_parts:
+        plan = complete(plan, owned, cut=applied.layouts, partial=applied.partial, stages=stages)
+        if world.control is not None:
+            agree(plan, world.control)
+    _let_go(plan, model, given, grid)
+    _change_modules(world, plan, model, grid)
+    parameters = held_parameters(model)
+    carriers = _carriers(plan, grid)
+    shards = _shard(world, plan, model, parameters, applied, given, grid)
+    held = dict(parameters) | (shards.shards if shards else {})
+    holdings = Holdings(
+        model=model,
+        parameters=held,
+        layouts=dict(shards.layouts if shards else applied.layouts),
+        groups=names,
+        place=grid.at["stage"],
+        leads=frozenset(name for name in held if _leads(plan, name, grid)),
+        counted=frozenset(name for name in held if _counts(plan, name, grid, applied)),
+    )
+    peers = make_peers(plan, world, groups) if plan.dgc else None
+    optimizers = successors(plan, given, held, peers)
+    add_up_norms(optimizers, holdings, set(applied.layouts), shards is not None, grid)
+    scaler = Scaler(plan.amp)
+    local = LocalSteps(plan, model, optimizers, scaler, carriers[("replicate",)][0]) if plan.local else None
+    census = _census(plan, holdings, grid, alone=local is not None)
+    reducers: dict[str, Reduces] = {}
+    sums: list[AddsUp] = [Ties(plan, grid, held)] if plan.stages else []
+    if shards is not None:
+        from echelon.parallel.sharded import ShardedReducer, SplitSums
+
+        reducers = {key: ShardedReducer(plan, key, shards) for key in optimizers}
+        sums += [SplitSums(plan, shards, grid)] if grid.size("split") > 1 else []
+    elif any(carriers.values()) and local is None:
+        within = peers.within if peers else None
+        reducers = {key: Reducer(plan, key, parameters, carriers, grid.at["stage"], within) for key in optimizers}
+    gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums)
+    staged = _staged(world, plan, model, objective, grid)
+    return Parts(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards)
+
+
+def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, batch: Any) -> Recording | None:
+    if plan.mesh.get("stage", 1) == 1:
+        return None
+    from echelon.parallel.pipeline.train import micro_batches
+    from echelon.plan.cut import balance_stages
+    from echelon.plan.record import record
+
+    assert plan.pipeline is not None
+    sample = micro_batches(batch, plan.pipeline.micro_batches)[0].batch
+    units = marks.units
+    if not units:
+        count = plan.pipeline.stages or plan.mesh["stage"]
+        units = balance_stages(model, count, objective, sample, plan.pipeline.weights)
+    return record(objective, model, sample, units)
+
+
+def _split(plan: Plan, model: nn.Module, grid: Grid) -> Cut:
+    if not plan.splits:
+        return Cut()
+    from echelon.parallel.split import SplitAxis, apply_split
+
+    axis = SplitAxis(grid.group("split"), grid.at["split"], grid.size("split"), plan.spread)
+    applied = apply_split(model, plan.splits, axis)
+    return Cut(applied.layouts, applied.partial)
+
+
+def _let_go(plan: Plan, model: nn.Module, given: Optimizers, grid: Grid) -> None:
+    """Other stages' weights leave this rank, and its optimizers."""
+    if plan.stages is None:
+        return
+    from echelon.parallel.pipeline.ownership import keep_only
+
+    foreign = set(map(id, model.parameters()))
+    keep_only(model, plan.stages, hosted_stages(plan, grid))
+    foreign -= set(map(id, held_parameters(model).values()))
+    for optimizer in given.values():
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in foreign]
+        for parameter in [p for p in optimizer.state if id(p) in foreign]:
+            del optimizer.state[parameter]
+
+
+def hosted_stages(plan: Plan, grid: Grid) -> list[int]:
+    """The stages that run on this rank."""
+    count = 1 + max(plan.stages.units.values()) if plan.stages else 1
+    return list(range(grid.at["stage"], count, grid.size("stage")))
+
+
+def _change_modules(world: World, plan: Plan, model: nn.Module, grid: Grid) -> None:
+    shared = grid.new_group(*plan.data_axes)
+    if plan.sync_batch_norm and shared is not None:
+        synchronize(model, plan.sync_batch_norm, shared)
+    if plan.recompute or plan.chains:
+        together = grid.control("replicate", "split") if plan.in_parts else world.control
+        apply_recompute(model, plan.recompute, plan.chains, offload=plan.offload, group=together)
+
+
+def _carriers(plan: Plan, grid: Grid) -> dict[tuple[str, ...], list[dist.ProcessGroup]]:
+    """By axes, the groups that carry buckets."""
+    axes = sorted({bucket.axes for bucket in plan.buckets} | {("replicate",)})
+    made = {along: [grid.new_group(*along) for _ in range(plan.communicators)] for along in axes}
+    return {along: [group for group in groups if group is not None] for along, groups in made.items()}
+
+
+def _shard(
+    world: World,
+    plan: Plan,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    applied: Cut,
+    given: Optimizers,
+    grid: Grid,
+) -> Shards | None:
+    group = grid.group("replicate")
+    if plan.shard is None or group is None:
+        return None
+    from echelon.parallel.shard import Shards
+
+    here = [b for b in plan.buckets if grid.at["stage"] in b.places]
+    buckets = {key: [b.parameters for b in here if b.optimizer == key] for key in given}
+    return Shards(
+        model,
+        parameters,
+        {name: layout for name, layout in applied.layouts.items() if name in parameters},
+        given,
+        group,
+        buckets,
+        plan.shard.level,
+        plan.shard.offload,
+        world.device,
+    )
+
+
+def _leads(plan: Plan, name: str, grid: Grid) -> bool:
+    """Whether no earlier place along the stage axis holds this parameter."""
+    if plan.stages is None:
+        return True
+    return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
+
+
+def _counts(plan: Plan, name: str, grid: Grid, applied: Cut) -> bool:
+    own_shard = plan.shard is not None
+    return (
+        _leads(plan, name, grid)
+        and (grid.at["replicate"] == 0 or own_shard)
+        and (grid.at["split"] == 0 or name in applied.layouts)
+    )
+
+
+def _census(plan: Plan, holdings: Holdings, grid: Grid, alone: bool) -> Census:
+    in_parts = plan.in_parts or plan.shard is not None
+    everyone = grid.group("replicate", "stage", "split")
+    counted = {id(holdings.parameters[name]) for name in holdings.counted}
+    return Census(counted, everyone if in_parts else None, everyone if (in_parts or plan.dgc) and not alone else None)
+
+
+def _staged(
+    world: World, plan: Plan, model: nn.Module, objective: Objective, grid: Grid
+) -> Staged | MicroBatches | None:
+    if plan.pipeline is None:
+        return None
+    from echelon.parallel.pipeline.train import MicroBatches, Staged
+
+    if plan.stages is None:
+        return MicroBatches(objective, plan.pipeline.micro_batches)
+    return Staged(plan, model, objective, grid, hosted_stages(plan, grid), world)

@@ -1,0 +1,126 @@
+"""A mixture of experts over ranks: each has some of the experts, and tokens travel to theirs and back.
+
+The numbers are those of one process on all tokens, dropped ones included: see ``census``. Weights of the gate are whole
+on every rank.
+
+Shared batch: every rank routes its share of the tokens, so no work is done twice. Entering cuts the batch into shares
+(backward: gather), leaving gathers them (backward: cut); the gate's gradient, of a share only, is summed over the axis
+at once, and so equals that of the whole batch on every rank.
+
+Spread batch: every rank routes its own tokens. The gate's gradient is that of this rank's tokens, and the engine adds
+it up as it does for every whole parameter.
+
+The auxiliary loss of all T tokens is A = c * E * sum_e f_e * P_e, with f_e the fraction of all tokens whose first
+choice is e (no gradient) and P_e the mean probability over all. With p_re the mean over the n_r tokens of rank r,
+P_e = sum_r (n_r / T) * p_re. The engine multiplies rank r's loss by n_r / T and adds up: so rank r reports
+A_r = c * E * sum_e f_e * p_re, with f of all ranks and p of its own. Then sum_r (n_r / T) * A_r = A and, as f is a
+constant, the same holds for the gradients. Ranks that share a batch report one value: p is then the mean over their
+common batch; its sum over shares passes the gradient on as it is, because each share contributes to it once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.nn.census import Census, Journey, plan_journey, take_census
+from echelon.nn.gate import Choice, Queues, balance, queue
+from echelon.nn.moe import MoE
+from echelon.parallel import batch_norm
+from echelon.parallel.layout import Layout
+from echelon.parallel.split.axis import SplitAxis
+from echelon.parallel.split.bridge import gathered, leave_by_sum, lower, move, sliced
+from echelon.parallel.split.chance import own_chance
+from echelon.parallel.split.exchange import swap, total
+
+STACKED = ("w1", "b1", "w2", "b2")
+
+
+def split_moe(module: MoE, axis: SplitAxis, everyone: dist.ProcessGroup | None = None) -> dict[str, Layout]:
+    """Leave to this rank its part of the experts; layouts of the parameters that are cut, by their names in ``module``.
+
+    everyone: all ranks whose batches together are the global batch (replicas times the split axis), where these are
+              more than the axis; capacity and load are counted over them. An axis of one rank is fine.
+    """
+    begin, end = axis.ranges(module.experts)[axis.rank]
+    layouts = {name: Layout(tuple(getattr(module, name).shape), {0: ((begin, end),)}) for name in STACKED}
+    for name, layout in layouts.items():
+        parameter = getattr(module, name)
+        parameter.data = layout.take(parameter.data)
+    kind = type(module)
+    settings = {"axis": axis, "everyone": axis.group if everyone is None else everyone}
+    module.__class__ = type(f"Split{kind.__name__}", (_Split, kind), settings)
+    return layouts
+
+
+class _Split(MoE):
+    axis: SplitAxis
+    everyone: dist.ProcessGroup | None
+
+    def _mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if self.axis.spread or self.axis.size == 1:
+            return self._route(tokens, self.gate.weight)
+        sizes = self.axis.sizes(len(tokens))
+        weight = move(self.gate.weight, Tensor.detach, partial(total, axis=self.axis))
+        mixed, uneven = self._route(sliced(tokens, 0, sizes, None, self.axis), weight)
+        return gathered(mixed, 0, sizes, None, self.axis), uneven
+
+    def _route(self, tokens: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        with own_chance(self.axis, tokens.device, wanted=self.training and (self.noise > 0 or self.random_second)):
+            choice = self._choose(tokens, gate)
+        counted = len(tokens)
+        if batch_norm._idle:  # a stand-in for a batch: takes part, and counts for nothing
+            counted, choice = (
+                0,
+                Choice(torch.full_like(choice.experts, self.experts), choice.weights, choice.probabilities),
+            )
+        queues = queue(choice.experts, self.experts)
+        census = take_census(queues.lengths, counted, self.capacity, self.everyone, me=_place(self.everyone))
+        return self._travel(tokens, choice, queues, census), self._unevenness(choice, census, counted)
+
+    def _travel(self, tokens: Tensor, choice: Choice, queues: Queues, census: Census) -> Tensor:
+        left = census.room_left[census.me].to(tokens.device)
+        left = torch.cat([left, left.new_zeros(len(left), 1)], 1)  # for tokens that go nowhere
+        kept = queues.places < left.gather(1, choice.experts)
+        there = plan_journey(census.kept[self._members()], self.axis.rank, self.axis.ranges(self.experts))
+        order = torch.where(kept, choice.experts, self.experts).flatten().argsort(stable=True)[: sum(there.sent)]
+        came = _exchange(lower(tokens).index_select(0, order % max(len(tokens), 1)), there, self.axis)
+        back = _exchange(self._answers(came, there), there, self.axis, home=True)
+        rows = back.new_zeros(kept.numel(), self.dim).index_copy_(0, order, back)
+        return self._weigh(rows, kept, choice)
+
+    def _answers(self, came: Tensor, there: Journey) -> Tensor:
+        """What this rank's experts make of the rows that came, in the same order."""
+        slots = there.slots.to(came.device)
+        here = len(self.w1)
+        buffer = came.new_zeros(here * there.width, self.dim).index_copy_(0, slots, came)
+        return self._compute(buffer.view(here, there.width, self.dim)).flatten(0, 1).index_select(0, slots)
+
+    def _unevenness(self, choice: Choice, census: Census, counted: int) -> Tensor:
+        sums = choice.probabilities.sum(0) if counted else choice.probabilities.sum(0) * 0
+        if not self.axis.spread and self.axis.size > 1:
+            sums = leave_by_sum(sums, None, self.axis)
+            counted = sum(census.tokens[i] for i in self._members())
+        return balance(census.fractions.to(sums), sums / max(counted, 1))
+
+    def _members(self) -> list[int]:
+        """The places of the axis's ranks among everyone."""
+        if self.axis.group is None or self.everyone is None:
+            return [_place(self.everyone)]
+        ranks = dist.get_process_group_ranks(self.everyone)
+        return [ranks.index(rank) for rank in dist.get_process_group_ranks(self.axis.group)]
+
+
+def _place(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _exchange(rows: Tensor, there: Journey, axis: SplitAxis, home: bool = False) -> Tensor:
+    """Rows to the ranks of their experts, or back home."""
+    sent, came = (there.came, there.sent) if home else (there.sent, there.came)
+    forth = partial(swap, cut=0, cut_sizes=sent, join=0, join_sizes=came, axis=axis)
+    back = partial(swap, cut=0, cut_sizes=came, join=0, join_sizes=sent, axis=axis)
+    return move(rows, forth, back)

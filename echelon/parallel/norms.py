@@ -1,0 +1,38 @@
+"""Norms of whole parameters, for optimizers that go by them (LARS, LAMB) and hold only parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from echelon.optim.layerwise import Layerwise
+from echelon.parallel.collective import start_small_sum
+from echelon.parallel.grid import Grid
+from echelon.parallel.holdings import Holdings
+
+
+def add_up_norms(
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    holdings: Holdings,
+    cut: Collection[str],
+    sharded: bool,
+    grid: Grid,
+) -> None:
+    """LARS and LAMB go by the norms of whole parameters: let them add up those of the parts."""
+    names = holdings.names
+    axes = [("split", grid.group("split")) if cut else None, ("replicate", grid.group("replicate")) if sharded else None]
+    groups = [(axis, group) for axis, group in filter(None, axes) if group is not None]
+
+    def add_up(parameters: list[Tensor], squares: Tensor) -> Tensor:
+        for axis, group in groups:
+            parted = torch.tensor([axis == "replicate" or names[id(p)] in cut for p in parameters])
+            parted = parted.to(squares.device)
+            total = start_small_sum(torch.where(parted, squares, torch.zeros_like(squares)), group)()
+            squares = torch.where(parted, total, squares)
+        return squares
+
+    for optimizer in optimizers.values():
+        if isinstance(optimizer, Layerwise) and groups:
+            optimizer.sum_squares = add_up

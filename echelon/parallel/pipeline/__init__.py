@@ -1,0 +1,1 @@
+"""A pipeline: stages on several ranks, micro-batches through them, as a schedule says."""

@@ -1,0 +1,324 @@
+"""Backward in two parts, for zero-bubble schedules: first what other stages wait for, later the weights' gradients.
+
+    store = WeightStore()                  # one for every stage and micro-batch
+    with deferring(store):
+        output = stage(input)
+    with deferring(store):                 # here too: a recomputed forward must do as the first one did
+        output.backward(gradient)          # gradients of inputs, and of weights that are used in no layer listed below
+    store.run()                            # gradients of the other weights
+
+Linear layers, convolutions and embeddings are taken apart, attention's projections included. Every parameter receives
+its gradient once, through autograd, in one of the two parts: its hooks fire once a micro-batch, as with one backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+Gradients = Callable[[], list[tuple[nn.Parameter, Tensor]]]
+
+
+class WeightStore:
+    """The weights' gradients of one stage and micro-batch that are still to be computed."""
+
+    def __init__(self) -> None:
+        self.active = 0  # how many times deferring() is entered
+        self._later: list[Gradients] = []
+        self._uses: Counter[nn.Parameter] = Counter()
+        self._elsewhere: dict[int, nn.Parameter] = {}
+
+    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+        self._uses.update(parameters)
+        self._later.append(gradients)
+
+    def used_elsewhere(self, parameter: nn.Parameter) -> None:
+        """It receives a gradient in the first part already, so all of it has to come there."""
+        self._elsewhere[id(parameter)] = parameter
+
+    def may_defer(self, parameters: Sequence[nn.Parameter]) -> bool:
+        return not any(id(parameter) in self._elsewhere for parameter in parameters)
+
+    def run(self) -> None:
+        """Compute them and add them up, in the order in which backward came by."""
+        sums: dict[nn.Parameter, Tensor] = {}
+        while self._later:
+            for parameter, gradient in self._later.pop(0)():
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                self._uses[parameter] -= 1
+                if not self._uses[parameter]:
+                    _accumulate(parameter, sums.pop(parameter))
+
+    def __len__(self) -> int:
+        return len(self._later)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """As autograd does it at the end of a backward pass: into ``.grad``, with all hooks."""
+    torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])
+
+
+@contextlib.contextmanager
+def deferring(store: WeightStore) -> Iterator[None]:
+    """In here layers are taken apart; both the forward and the backward of a stage belong in here."""
+    store.active += 1
+    try:
+        with _Deferring(store):
+            yield
+    finally:
+        store.active -= 1
+
+
+class _Deferring(TorchFunctionMode):
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _BACKWARD:
+            with self:  # it is off in here, but what backward recomputes is for it too
+                return _BACKWARD[function](*args, **kwargs)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if function is F.multi_head_attention_forward:
+            return _attention(self._store)(*args, **kwargs)
+        if function in _LAYERS:
+            return _LAYERS[function](self._store, *args, **kwargs)
+        result = function(*args, **kwargs)
+        _note_uses(self._store, (args, kwargs), result)
+        return result
+
+
+def _note_uses(store: WeightStore, given: Any, result: Any) -> None:
+    """Parameters that take part in ``result``. Asking for a shape or a dtype is no part."""
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, nn.Parameter):
+                store.used_elsewhere(leaf)
+
+
+# ---- one layer, taken apart ----
+
+
+class _Layer(Protocol):
+    """Its two halves; ``for_input`` is not asked of a layer whose input wants no gradient."""
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor: ...
+    def for_weights(self, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool) -> Sequence[Tensor]: ...
+
+
+class _TakenApart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: _Layer, store: WeightStore
+    ) -> Tensor:
+        # Autocast has converted a floating-point input already, and would convert weights so.
+        dtype = input.dtype if input.is_floating_point() and _casts(input) else weight.dtype
+        used = weight.to(dtype)
+        ctx.save_for_backward(input, used)
+        ctx.layer, ctx.store, ctx.parameters = layer, store, [weight] if bias is None else [weight, bias]
+        ctx.set_materialize_grads(False)
+        return layer.forward(input, used, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        assert ctx.store.active, "the backward of a stage must run under deferring(), as its forward did"
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None, None
+        layer, store, parameters = ctx.layer, ctx.store, ctx.parameters
+        input, weight = ctx.saved_tensors
+        for_input = layer.for_input(gradient, input, weight) if ctx.needs_input_grad[0] else None
+        for_weights = functools.partial(layer.for_weights, gradient, input, weight, bias=len(parameters) > 1)
+        if store.may_defer(parameters):
+            store.defer(parameters, lambda: list(zip(parameters, for_weights(), strict=True)))
+            return for_input, None, None, None, None
+        now = [found.to(parameter.dtype) for parameter, found in zip(parameters, for_weights(), strict=True)]
+        return for_input, now[0], now[1] if len(now) > 1 else None, None, None
+
+
+def _casts(input: Tensor) -> bool:
+    return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
+
+
+def _take_apart(store: WeightStore, layer: _Layer, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """None where it cannot be: a weight that is computed from others, or frozen, or watched by a hook of its own, which
+    would be called with no gradient at all in the first part."""
+    for parameter in [weight] if bias is None else [weight, bias]:
+        if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf):
+            return None
+        if parameter._backward_hooks:
+            return None
+    if input.is_floating_point() and _casts(input):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    result: Tensor = _TakenApart.apply(input, weight, bias, layer, store)  # type: ignore[no-untyped-call]
+    return result
+
+
+# ---- the layers ----
+
+
+class _Linear:
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return _rows(gradient).mm(weight).view(input.shape)
+
+    def for_weights(self, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool) -> list[Tensor]:
+        rows = _rows(gradient)
+        return [rows.t().mm(_rows(input)), *([rows.sum(0)] if bias else [])]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    function: Callable[..., Tensor]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.function(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(gradient, input, weight, [True, False, False])[0]
+
+    def for_weights(self, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool) -> list[Tensor]:
+        return self._backward(gradient, input, weight, [False, True, bias])[1 : 2 + bias]
+
+    def _backward(self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
+        places = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
+        found = torch.ops.aten.convolution_backward(gradient, input, weight, [weight.shape[0]], *places, wanted)
+        return list(found)
+
+
+@dataclass(frozen=True)
+class _Embedding:
+    padding_index: int | None
+    by_frequency: bool
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.embedding(input, weight, self.padding_index, scale_grad_by_freq=self.by_frequency)
+
+    def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        raise AssertionError("indices have no gradient")
+
+    def for_weights(self, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool) -> list[Tensor]:
+        words = weight.shape[0]
+        padding = -1 if self.padding_index is None else self.padding_index % words
+        return [torch.ops.aten.embedding_dense_backward(gradient, input, words, padding, self.by_frequency)]
+
+
+# ---- calls of them, as torch.nn makes them ----
+
+
+def _linear(store: WeightStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    taken = _take_apart(store, _Linear(), input, weight, bias)
+    return _plainly(store, F.linear, input, weight, bias) if taken is None else taken
+
+
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def call(
+        store: WeightStore, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> Tensor:  # fmt: skip
+        taken = None
+        if input.dim() == dims + 2 and not isinstance(padding, str):
+            layer = _Convolution(function, _each(stride, dims), _each(padding, dims), _each(dilation, dims), groups)
+            taken = _take_apart(store, layer, input, weight, bias)
+        if taken is None:
+            return _plainly(store, function, input, weight, bias, stride, padding, dilation, groups)
+        return taken
+
+    return call
+
+
+def _embedding(
+    store: WeightStore, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    taken = None
+    if max_norm is None and not sparse:
+        taken = _take_apart(store, _Embedding(padding_idx, scale_grad_by_freq), input, weight, None)
+    if taken is None:
+        given = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return _plainly(store, F.embedding, input, weight, *given)
+    return taken
+
+
+def _plainly(store: WeightStore, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    result = function(*args)
+    _note_uses(store, args, result)
+    return result
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * dims if len(given) == 1 else given
+
+
+_LAYERS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution(torch.conv1d, 1),
+    torch.conv2d: _convolution(torch.conv2d, 2),
+    torch.conv3d: _convolution(torch.conv3d, 3),
+    F.embedding: _embedding,
+}
+
+
+# ---- functions of torch's, behind their first lines: those ask for a mode, and would come back to it for ever ----
+
+
+def _behind_the_check(function: Any, inner: Sequence[str] = (), **replaced: Any) -> Callable[..., Any]:
+    """``function`` without its question for modes, and with other functions in place of some that it calls, itself or in
+    its ``inner`` functions."""
+    names = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False), **replaced}
+    for name in (*inner, function.__name__):
+        whole = function.__globals__[name]
+        names[name] = types.FunctionType(whole.__code__, names, name, whole.__defaults__)
+        names[name].__kwdefaults__ = whole.__kwdefaults__
+    found: Callable[..., Any] = names[function.__name__]
+    return found
+
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _attention(store: WeightStore) -> Callable[..., Any]:
+    """torch's own, with its calls of ``linear`` coming to us: of what a mode calls, the mode sees nothing more."""
+    inner = ("_in_projection", "_in_projection_packed")
+    return _behind_the_check(F.multi_head_attention_forward, inner, linear=functools.partial(_linear, store))
+
+
+_run_backward = _behind_the_check(torch.autograd.backward)
+
+
+def _tensor_backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    _run_backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARD: dict[Any, Callable[..., Any]] = {
+    Tensor.backward: _tensor_backward,
+    torch.autograd.backward: _run_backward,
+    torch.autograd.grad: _behind_the_check(torch.autograd.grad),
+}

@@ -1,0 +1,142 @@
+"""Several tensors as one piece of bytes, and a description of them that the other end can read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.errors import UsageError
+
+ALIGNMENT = 64  # bytes; every dtype's elements and a GPU's widest loads are aligned
+
+
+class Field(NamedTuple):
+    """One tensor. ``strides`` are those of a dense tensor in the same order of dimensions: channels stay last."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    wants_gradient: bool
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        gradient = " with gradient" if self.wants_gradient else ""
+        return f"{_name(self.dtype)} {list(self.shape)}{gradient}"
+
+
+Form = tuple[Field | None, ...]  #: what one message carries; None where there is no tensor
+
+
+def form_of(tensors: Sequence[Tensor | None], *, training: bool) -> Form:
+    return tuple(None if tensor is None else _field(tensor, training) for tensor in tensors)
+
+
+def same_form(form: Form, other: Form) -> bool:
+    """Strides aside: what is packed takes those that were announced."""
+    return [field and field._replace(strides=()) for field in form] == [
+        field and field._replace(strides=()) for field in other
+    ]
+
+
+def _field(tensor: Tensor, training: bool) -> Field:
+    if tensor.layout != torch.strided:
+        raise UsageError(f"a tensor of layout {tensor.layout} cannot go from stage to stage; hand on tensor.to_dense()")
+    strides = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
+    return Field(tensor.dtype, tuple(tensor.shape), tuple(strides), training and tensor.requires_grad)
+
+
+# ---- as JSON ----
+
+
+def to_json(form: Form) -> list[Any]:
+    return [field and [_name(field.dtype), field.shape, field.strides, field.wants_gradient] for field in form]
+
+
+def from_json(message: list[Any]) -> Form:
+    return tuple(
+        field and Field(_dtype(field[0]), tuple(field[1]), tuple(field[2]), bool(field[3])) for field in message
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    assert isinstance(dtype, torch.dtype), f"a peer speaks of a dtype '{name}'"
+    return dtype
+
+
+# ---- as bytes ----
+
+
+def packed_size(form: Form) -> int:
+    return _offsets(form, 0)[-1]
+
+
+def pack(tensors: Sequence[Tensor | None], form: Form, into: Tensor) -> None:
+    for tensor, window in zip(tensors, _windows(into, form, 0), strict=True):
+        if tensor is not None and window is not None:
+            window.copy_(tensor.detach(), non_blocking=True)
+
+
+def unpack(buffer: Tensor, form: Form) -> list[Tensor | None]:
+    """The tensors, each in its part of the buffer; leaves that want a gradient where the sender's did."""
+    return [
+        window.requires_grad_(field.wants_gradient) if window is not None and field is not None else None
+        for window, field in zip(_windows(buffer, form, 0), form, strict=True)
+    ]
+
+
+# ---- gradients: those a form wants, behind one byte each that says whether there is one ----
+
+
+def gradients_form(form: Form) -> Form:
+    return tuple(field if field is not None and field.wants_gradient else None for field in form)
+
+
+def packed_gradients_size(form: Form) -> int:
+    """0 where none is wanted."""
+    wanted = gradients_form(form)
+    return _offsets(wanted, len(form))[-1] if any(wanted) else 0
+
+
+def pack_gradients(gradients: Sequence[Tensor | None], form: Form, into: Tensor) -> None:
+    wanted = gradients_form(form)
+    into[: len(form)] = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+    for gradient, window in zip(gradients, _windows(into, wanted, len(form)), strict=True):
+        if gradient is not None and window is not None:
+            window.copy_(gradient.detach(), non_blocking=True)
+
+
+def unpack_gradients(buffer: Tensor, form: Form, present: Sequence[int]) -> list[Tensor | None]:
+    """``present``: the bytes in front, which the host has to read."""
+    windows = _windows(buffer, gradients_form(form), len(form))
+    return [window if there else None for window, there in zip(windows, present, strict=True)]
+
+
+def _offsets(form: Form, first: int) -> list[int]:
+    """Where each tensor begins, and where the last one ends."""
+    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in (first, *(field.bytes if field else 0 for field in form))]
+    return list(itertools.accumulate(sizes))
+
+
+def _windows(buffer: Tensor, form: Form, first: int) -> list[Tensor | None]:
+    """Not views of the buffer: changing one in place must not look to autograd like a change of the others."""
+    storage = buffer.untyped_storage()
+    return [
+        field
+        and torch.empty(0, dtype=field.dtype, device=buffer.device).set_(
+            storage, offset // field.dtype.itemsize, field.shape, field.strides
+        )
+        for offset, field in zip(_offsets(form, first), form, strict=False)
+    ]

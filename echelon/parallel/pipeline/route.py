@@ -1,0 +1,113 @@
+"""Route: which messages a schedule and its transfers make, between whom, and in which order. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from echelon.plan.schedule import Action, Kind, Schedule
+from echelon.plan.simulate import Edge, simulate
+
+
+class Transfer(NamedTuple):
+    """One tensor that stage ``source`` makes and stage ``target`` needs."""
+
+    key: str
+    source: int
+    target: int
+
+
+class Message(NamedTuple):
+    """Everything of one micro-batch on one edge: what ``source`` made for ``target``, or the gradients of that."""
+
+    source: int
+    target: int
+    micro: int
+    backward: bool
+
+    @property
+    def edge(self) -> Edge:
+        return self.source, self.target
+
+
+class Route:
+    """What is sent and needed by one rank of the pipeline, ``place``."""
+
+    def __init__(self, schedule: Schedule, transfers: Sequence[Transfer], place: int) -> None:
+        self.place, self.ranks = place, len(schedule)
+        self.stages = 1 + max((action.stage for actions in schedule for action in actions), default=0)
+        self.keys = _keys_by_edge(transfers)
+        self._into, self._out_of = defaultdict[int, list[Edge]](list), defaultdict[int, list[Edge]](list)
+        for source, target in sorted(self.keys):
+            self._into[target].append((source, target))
+            self._out_of[source].append((source, target))
+        self.sent_at: dict[Message, int] = {}  #: the place of the sending action in its rank's list
+        self.needed_at: dict[Message, int] = {}  #: and of the action that needs it, in its rank's
+        self.order: dict[Message, int] = {}  #: one order of all messages between ranks, the same on every rank
+        for actions in schedule:
+            for at, action in enumerate(actions):
+                self.sent_at.update(dict.fromkeys(self.sends(action), at))
+                self.needed_at.update(dict.fromkeys(self.needs(action), at))
+        self.order = {message: at for at, message in enumerate(self._in_order(schedule))}
+
+    def sends(self, action: Action) -> list[Message]:
+        """What ``action`` makes for other stages."""
+        if action.kind == "F":
+            return [Message(*edge, action.micro, backward=False) for edge in self._out_of[action.stage]]
+        return [Message(*edge, action.micro, backward=True) for edge in self._into[action.stage] if action.kind != "W"]
+
+    def needs(self, action: Action) -> list[Message]:
+        """What other stages make for ``action``, in a fixed order."""
+        if action.kind == "F":
+            return [Message(*edge, action.micro, backward=False) for edge in self._into[action.stage]]
+        return [
+            Message(*edge, action.micro, backward=True) for edge in self._out_of[action.stage] if action.kind != "W"
+        ]
+
+    def sender(self, message: Message) -> int:
+        return (message.target if message.backward else message.source) % self.ranks
+
+    def receiver(self, message: Message) -> int:
+        return (message.source if message.backward else message.target) % self.ranks
+
+    def is_local(self, message: Message) -> bool:
+        return message.source % self.ranks == message.target % self.ranks
+
+    def outgoing(self) -> list[Message]:
+        """This rank's messages to others, in the order of ``order``, which is that of its actions."""
+        return [message for message in self.order if self.sender(message) == self.place]
+
+    def incoming(self) -> list[Message]:
+        """Others' messages to this rank, in the order of ``order``, which for each sender is that of its actions."""
+        return [message for message in self.order if self.receiver(message) == self.place]
+
+    def tag(self, message: Message, *, header: bool) -> int:
+        micro_and_edge = (message.micro * self.stages + message.source) * self.stages + message.target
+        return micro_and_edge * 4 + 2 * message.backward + header
+
+    def _in_order(self, schedule: Schedule) -> Iterator[Message]:
+        """By the time they are ready when every action takes a while. A message comes after all it depends on, so
+        ranks that take part in their messages in this order never wait for each other in a circle."""
+        kinds: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+        durations = {(kind, stage): time for kind, time in kinds.items() for stage in range(self.stages)}
+        events = simulate(schedule, durations, dict.fromkeys(self.keys, 0.0)).events
+        for event in sorted(events, key=lambda event: (event.end, event.rank)):
+            yield from (message for message in self.sends(event.action) if not self.is_local(message))
+
+
+@functools.lru_cache(maxsize=16)
+def route(schedule: Schedule, transfers: tuple[Transfer, ...], place: int) -> Route:
+    """The same in every step, so made once."""
+    return Route(schedule, transfers, place)
+
+
+def _keys_by_edge(transfers: Sequence[Transfer]) -> dict[Edge, tuple[str, ...]]:
+    keys: dict[Edge, dict[str, None]] = {}
+    sources: dict[str, int] = {}
+    for key, source, target in transfers:
+        assert source < target, f"'{key}' would go back from stage {source} to stage {target}"
+        assert sources.setdefault(key, source) == source, f"stages {sources[key]} and {source} both make '{key}'"
+        keys.setdefault((source, target), {})[key] = None
+    return {edge: tuple(keys[edge]) for edge in sorted(keys)}

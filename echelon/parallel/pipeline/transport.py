@@ -1,0 +1,283 @@
+"""Messages between the ranks of one pipeline: who may send when, what is announced, and how bytes leave a device.
+
+Nothing blocks but the wait for what is needed now. On Gloo, messages find each other by tag, and receiving begins a few
+actions ahead. NCCL matches them by order alone, and one that waits holds up those behind it; there all ranks take part
+in their messages in one order (``Route.order``), in which nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.errors import UsageError
+from echelon.parallel.collective import Waiting, json_to_tensor, tensor_to_json
+from echelon.parallel.pipeline.packing import (
+    Form,
+    form_of,
+    from_json,
+    pack,
+    pack_gradients,
+    packed_gradients_size,
+    packed_size,
+    same_form,
+    to_json,
+    unpack,
+    unpack_gradients,
+)
+from echelon.parallel.pipeline.route import Message, Route
+from echelon.plan.simulate import Edge
+
+FRAME = 4096  # bytes of a header; a longer one goes on in a second message
+_LENGTH = 8  # of them for its length
+
+
+class Links:
+    """Point-to-point between the ranks of ONE pipeline: same replica, same place in the split."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        device: torch.device,
+        backend: str,
+        dynamic_shapes: bool = False,
+    ) -> None:
+        self.ranks = tuple(ranks)  #: the job's ranks, in the order of the pipeline
+        self.place = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
+        self.device, self.dynamic_shapes = device, dynamic_shapes
+        self.ordered = backend != "gloo"
+        self.announced: dict[tuple[Edge, Hashable], Form] = {}  #: what travels on an edge for batches of one signature
+        self._group = group
+        self._on_host = backend == "gloo"
+        self._staged = self._on_host and device.type != "cpu"
+
+    def buffer(self, size: int) -> Tensor:
+        """Where to pack what is sent, and where it arrives."""
+        if self._staged:  # torch keeps pinned memory that was freed, and does not reuse it before copies are done
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu" if self._on_host else self.device)
+
+    def send(self, buffer: Tensor, place: int, tag: int) -> Waiting:
+        if self._staged:
+            torch.cuda.current_stream(self.device).synchronize()
+        work = dist.isend(buffer, dst=self.ranks[place], group=self._group, tag=0 if self.ordered else tag)
+        assert work is not None
+        return work
+
+    def receive(self, size: int, place: int, tag: int) -> Arrival:
+        buffer = self.buffer(size)
+        work = dist.irecv(buffer, src=self.ranks[place], group=self._group, tag=0 if self.ordered else tag)
+        assert work is not None
+        return Arrival(work, buffer)
+
+    def to_device(self, buffer: Tensor) -> Tensor:
+        return buffer.to(self.device, non_blocking=True)
+
+
+class Arrival(NamedTuple):
+    """Bytes that are on their way."""
+
+    work: Waiting
+    buffer: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.buffer
+
+
+class _Sent(NamedTuple):
+    message: Message
+    work: Waiting
+    buffer: Tensor  # must live until the work is done
+
+
+class Exchange:
+    """The messages of one run of a schedule."""
+
+    def __init__(self, links: Links, route: Route, signature: Callable[[int], Hashable], *, training: bool) -> None:
+        self._links, self._route, self._signature, self._training = links, route, signature, training
+        self._forms: dict[tuple[Edge, int], Form] = {}  # of what was sent, or is known to come, by edge and micro-batch
+        self._to_send = deque(route.outgoing())
+        self._to_receive = defaultdict[Hashable, deque[Message]](deque)
+        for message in route.incoming():
+            self._to_receive[self._lane(message)].append(message)
+        self._headers: dict[Message, Arrival] = {}
+        self._arriving: dict[Message, Arrival | None] = {}  # None: there is nothing to send
+        self._sent = defaultdict[int, list[_Sent]](list)
+
+    # ---- sending ----
+
+    def send(self, message: Message, tensors: Sequence[Tensor | None]) -> None:
+        self._take_turn(message)
+        form = self._announce(message, tensors)
+        if size := packed_size(form):
+            buffer = self._links.buffer(size)
+            pack(tensors, form, buffer)
+            self._dispatch(message, buffer, header=False)
+
+    def send_gradients(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
+        self._take_turn(message)
+        form = self._forms[message.edge, message.micro]
+        if size := packed_gradients_size(form):
+            buffer = self._links.buffer(size)
+            pack_gradients(gradients, form, buffer)
+            self._dispatch(message, buffer, header=False)
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        for sent in [sent for all_sent in self._sent.values() for sent in all_sent]:
+            sent.work.wait()
+        self._sent.clear()
+
+    def _take_turn(self, message: Message) -> None:
+        expected = self._to_send.popleft()
+        assert expected == message, f"{message} would be sent before {expected}"
+        if self._links.ordered:
+            queue = self._to_receive[self._lane(message)]
+            while queue and self._route.order[queue[0]] < self._route.order[message]:
+                self._begin_next(queue)
+
+    def _announce(self, message: Message, tensors: Sequence[Tensor | None]) -> Form:
+        """Tell the other end what comes, unless it knows."""
+        form = form_of(tensors, training=self._training)
+        known = self._known_form(message)
+        if known is None:
+            self._send_header(message, form)
+            self._links.announced[self._announcement(message)] = form
+        elif not same_form(form, known):
+            raise _differs(message, self._route.keys[message.edge], form, known)
+        self._forms[message.edge, message.micro] = known or form
+        return known or form
+
+    def _send_header(self, message: Message, form: Form) -> None:
+        text = json_to_tensor(to_json(form))
+        length = torch.tensor([text.numel()]).view(torch.uint8)
+        framed = torch.zeros(max(FRAME, _LENGTH + text.numel()), dtype=torch.uint8)
+        framed[: _LENGTH + text.numel()] = torch.cat([length, text])
+        for part in (framed[:FRAME], framed[FRAME:]) if len(framed) > FRAME else (framed,):
+            buffer = self._links.buffer(len(part))
+            buffer.copy_(part)
+            self._dispatch(message, buffer, header=True)
+
+    def _dispatch(self, message: Message, buffer: Tensor, *, header: bool) -> None:
+        receiver = self._route.receiver(message)
+        work = self._links.send(buffer, receiver, self._route.tag(message, header=header))
+        self._sent[receiver].append(_Sent(message, work, buffer))
+
+    def _settle(self, arrived: Message) -> None:
+        """Let go of what the sender of ``arrived`` must have received before it sent that."""
+        peer, done = self._route.sender(arrived), self._route.sent_at[arrived]
+        still = []
+        for sent in self._sent[peer]:
+            if self._route.needed_at[sent.message] <= done:
+                sent.work.wait()
+            else:
+                still.append(sent)
+        self._sent[peer] = still
+
+    # ---- receiving ----
+
+    def receive(self, message: Message) -> list[Tensor | None]:
+        """Wait for what another stage made: leaves of a graph to be, on the device."""
+        buffer = self._wait(message)
+        form = self._forms[message.edge, message.micro]
+        return unpack(self._links.to_device(self._links.buffer(0) if buffer is None else buffer), form)
+
+    def receive_gradients(self, message: Message) -> list[Tensor | None]:
+        buffer = self._wait(message)
+        form = self._forms[message.edge, message.micro]
+        if buffer is None:
+            return [None] * len(form)
+        present = buffer[: len(form)].tolist()
+        return unpack_gradients(self._links.to_device(buffer), form, present)
+
+    def wants_gradients(self, message: Message) -> list[bool]:
+        """Whether each tensor on this edge wants a gradient."""
+        return [field is not None and field.wants_gradient for field in self._forms[message.edge, message.micro]]
+
+    def expect(self, messages: Iterable[Message]) -> None:
+        """Begin to receive these, as far as can be told what they are, so that they travel while this rank computes."""
+        for message in messages:
+            queue = self._to_receive[self._lane(message)]
+            while message in queue and self._may_begin(queue[0]):
+                self._begin_next(queue)
+
+    def _wait(self, message: Message) -> Tensor | None:
+        queue = self._to_receive[self._lane(message)]
+        while message not in self._arriving:
+            self._begin_next(queue)
+        arrival = self._arriving.pop(message)
+        if arrival is None:
+            return None
+        buffer = arrival.wait()
+        self._settle(message)
+        return buffer
+
+    def _may_begin(self, message: Message) -> bool:
+        """Without waiting for a header, and without overtaking what this rank has to send first."""
+        if self._links.ordered and self._to_send and self._route.order[self._to_send[0]] < self._route.order[message]:
+            return False
+        if self._form(message) is None and not message.backward:
+            self._begin_header(message)
+        return self._form(message) is not None
+
+    def _begin_next(self, queue: deque[Message]) -> None:
+        message = queue.popleft()
+        form = self._form(message) or self._read_header(message)
+        self._forms[message.edge, message.micro] = form
+        size = packed_gradients_size(form) if message.backward else packed_size(form)
+        self._arriving[message] = self._begin(message, size, header=False) if size else None
+
+    def _begin(self, message: Message, size: int, *, header: bool) -> Arrival:
+        return self._links.receive(size, self._route.sender(message), self._route.tag(message, header=header))
+
+    def _begin_header(self, message: Message) -> None:
+        if message not in self._headers:
+            self._headers[message] = self._begin(message, FRAME, header=True)
+
+    def _read_header(self, message: Message) -> Form:
+        assert not message.backward, f"{message} cannot come before what it is the gradient of"
+        self._begin_header(message)
+        frame = self._headers.pop(message).wait().cpu()
+        length = int(frame[:_LENGTH].view(torch.int64))
+        text = frame[_LENGTH : _LENGTH + length]
+        if _LENGTH + length > FRAME:
+            rest = self._begin(message, _LENGTH + length - FRAME, header=True).wait().cpu()
+            text = torch.cat([text, rest])
+        form = from_json(tensor_to_json(text))
+        self._links.announced[self._announcement(message)] = form
+        return form
+
+    # ---- what is known ----
+
+    def _form(self, message: Message) -> Form | None:
+        found = self._forms.get((message.edge, message.micro))
+        return found if found is not None or message.backward else self._known_form(message)
+
+    def _known_form(self, message: Message) -> Form | None:
+        return None if self._links.dynamic_shapes else self._links.announced.get(self._announcement(message))
+
+    def _announcement(self, message: Message) -> tuple[Edge, Hashable]:
+        return message.edge, (self._signature(message.micro), self._training)
+
+    def _lane(self, message: Message) -> Hashable:
+        """Messages that have to begin one after the other: a header tells the form of those behind it."""
+        return None if self._links.ordered else (message.edge, message.backward)
+
+
+def _differs(message: Message, keys: Sequence[str], form: Form, known: Form) -> UsageError:
+    key, now, before = next(
+        (key, now, before)
+        for key, now, before in zip(keys, form, known, strict=True)
+        if not same_form((now,), (before,))
+    )
+    return UsageError(
+        f"pipeline: '{key}' goes from stage {message.source} to stage {message.target} as {now}, but for a batch of "
+        f"this shape it was {before} before; use pipeline(dynamic_shapes=True)"
+    )

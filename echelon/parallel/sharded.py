@@ -1,0 +1,45 @@
+"""Where sharding meets the mesh: gradients of shards that are also sums over the split axis."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from echelon.parallel.grid import Grid
+from echelon.parallel.reduce import Passes, once
+from echelon.parallel.shard import Shards
+from echelon.plan import Plan
+
+
+class ShardedReducer:
+    """Scatters the gradients of one optimizer over replicas."""
+
+    def __init__(self, plan: Plan, optimizer: str, shards: Shards) -> None:
+        self._scatter = shards.reducer(optimizer)
+        self._staged = plan.pipeline is not None
+
+    def arm(self, compressing: bool = False, passes: Passes = once) -> None:
+        if not self._staged:  # with micro-batches, gradients are complete only when all have passed
+            self._scatter.arm(compressing)
+
+    def finish(self) -> None:
+        if self._staged:
+            self._scatter.arm(False)
+        self._scatter.finish()
+
+
+class SplitSums:
+    """Gradients of shards that are sums over the split axis too."""
+
+    def __init__(self, plan: Plan, shards: Shards, grid: Grid) -> None:
+        self._group = grid.group("split")
+        here = [b for b in plan.buckets if grid.at["stage"] in b.places and "split" in b.axes]
+        self._shards = [(b.optimizer, shards.shards[name]) for b in here for name in b.parameters]
+
+    @torch.no_grad()
+    def add_up(self, optimizers: Collection[str]) -> None:
+        for key, shard in self._shards:
+            if key in optimizers and shard.grad is not None and shard.grad.numel():
+                dist.all_reduce(shard.grad, group=self._group)

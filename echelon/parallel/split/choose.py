@@ -1,0 +1,92 @@
+"""The largest of logits that are split over classes: each rank's own candidates are compared, the logits stay put."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.parallel.collective import all_gather
+from echelon.parallel.split.exchange import own
+from echelon.parallel.split.rules import Args, Function, Named, rule
+from echelon.parallel.split.spread import Spread
+
+
+@rule(["argmax"])
+def argmax(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    given = dict(zip(["input", "dim", "keepdim"], args, strict=False)) | kwargs
+    x, dim = given["input"], given.get("dim")
+    if not _chosen_along(x, dim):
+        return NotImplemented
+    _, indices = _largest(x, 1)
+    return indices if given.get("keepdim", False) else indices.squeeze(x.along)
+
+
+@rule(["max"])
+def max_along(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    given = dict(zip(["input", "dim", "keepdim"], args, strict=False)) | kwargs
+    x, dim = given["input"], given.get("dim")
+    if not _chosen_along(x, dim) or _wants_gradient(x):
+        return NotImplemented
+    values, indices = _largest(x, 1)
+    pair = (values, indices) if given.get("keepdim", False) else (values.squeeze(x.along), indices.squeeze(x.along))
+    return torch.return_types.max(pair)  # type: ignore[attr-defined]
+
+
+@rule(["topk"])
+def topk(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    given = dict(zip(["input", "k", "dim", "largest", "sorted"], args, strict=False)) | kwargs
+    x, k = given["input"], given["k"]
+    fits = _chosen_along(x, given.get("dim", -1)) and given.get("largest", True) and k <= x.shape[x.along]
+    if not fits or _wants_gradient(x):
+        return NotImplemented
+    return torch.return_types.topk(_largest(x, k))  # type: ignore[attr-defined]
+
+
+def _chosen_along(x: Any, dim: Any) -> bool:
+    return isinstance(x, Spread) and isinstance(dim, int) and dim % x.dim() == x.along and x.is_floating_point()
+
+
+def _wants_gradient(x: Spread) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+@torch.no_grad()
+def _largest(x: Spread, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest along the cut, largest first, of equal ones the first; in spread mode of this rank's rows."""
+    values, indices = _candidates(x, k)
+    if x.axis.group is not None:
+        # Doubles hold every float and every index: one message.
+        both = all_gather(torch.stack([values.double(), indices.double()]), x.axis.group)
+        values, indices = both[:, 0].movedim(0, -2).flatten(-2), both[:, 1].movedim(0, -2).flatten(-2)
+    # Ranks hold classes in ascending order and each hands in its candidates in that order where they are equal.
+    order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    values, indices = values.gather(-1, order).to(x.dtype), indices.gather(-1, order).long()
+    values, indices = values.movedim(-1, x.along), indices.movedim(-1, x.along)
+    if x.rows is not None:
+        values, indices = own(values, 0, x.rows, x.axis), own(indices, 0, x.rows, x.axis)
+    return values, indices
+
+
+def _candidates(x: Spread, k: int) -> tuple[Tensor, Tensor]:
+    """This rank's k largest, last dimension, filled up with the smallest there is where it has fewer columns."""
+    local = x.local.movedim(x.along, -1)
+    missing = max(0, k - local.shape[-1])
+    values, indices = _ordered_topk(local, k - missing)
+    indices = indices + sum(x.sizes[: x.axis.rank])
+    filler = (*local.shape[:-1], missing)
+    values = torch.cat([values, values.new_full(filler, -torch.inf)], -1)
+    return values, torch.cat([indices, indices.new_full(filler, sum(x.sizes) - 1)], -1)
+
+
+def _ordered_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if k == 0:
+        return x[..., :0], x[..., :0].long()
+    if k == 1:
+        indices = x.argmax(-1, keepdim=True)
+        return x.gather(-1, indices), indices
+    indices = x.topk(k, dim=-1).indices.sort(-1).values
+    values = x.gather(-1, indices)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    return values.gather(-1, order), indices.gather(-1, order)

@@ -1,0 +1,121 @@
+"""Seeing every operation of a forward pass: between units, inside one, and the ways to values that are no operations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from echelon.plan.foretell import is_placeholder
+
+Tensors = list[Tensor]
+
+
+class Observer(Protocol):
+    """Who is told what."""
+
+    def computed(self, results: Tensors, operands: Tensors, written: Tensors, draw: str | None) -> None:
+        """Between units: ``results`` were made from ``operands`` and, where ``draw`` names them, random numbers."""
+
+    def used(self, unit: str, operands: Tensors, written: Tensors) -> None:
+        """A unit has read its ``operands`` and written to some."""
+
+    def looked(self, what: str, tensors: Tensors) -> None:
+        """Values, and not only shapes, of these tensors decide what happens next."""
+
+
+class BetweenUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of each operation of glue."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = tensors_in((args, kwargs))
+        if _looks_at_values(func):
+            args, looked_at = _with_positions(func, args, operands)
+            self._observer.looked(str(func), looked_at)
+        result = func(*args, **kwargs)
+        self._observer.computed(tensors_in(result), operands, _written(func, args, kwargs), _draw(func))
+        return result
+
+
+class InsideUnit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of each operation of one unit."""
+
+    def __init__(self, observer: Observer, unit: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer, self._unit = observer, unit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._observer.used(self._unit, tensors_in((args, kwargs)), _written(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+class WaysOut(TorchFunctionMode):
+    """Tells when a tensor becomes Python or numpy values other than by an operation."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self._observer.looked(func.__name__, tensors_in(args))
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_in(value: Any) -> Tensors:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Tensors:
+    """The operands that the operation writes to."""
+    places = _written_places(func)
+    return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in places]) if places else []
+
+
+@functools.cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+@functools.cache
+def _looks_at_values(func: Any) -> bool:
+    """Whether values, and not only shapes, decide what comes out: placeholders cannot tell."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+@functools.cache
+def _draw(func: Any) -> str | None:
+    # Attention is tagged so with or without dropout; between units it has none, as a rule.
+    draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name
+    return str(func._schema.name) if draws else None
+
+
+def _with_positions(func: Any, args: Any, operands: Tensors) -> tuple[Any, Tensors]:
+    """The arguments, and the tensors whose values are looked at. In ``h[mask]`` that is the mask alone; given as
+    positions, h may be a placeholder."""
+    if func is not torch.ops.aten.index.Tensor:
+        return args, operands
+    whole, indices, *rest = args
+    masks = [one for one in indices if _is_mask(one)]
+    if not is_placeholder(whole) or any(map(is_placeholder, masks)):
+        return args, masks
+    positions: list[Tensor | None] = []
+    for one in indices:
+        positions.extend(one.nonzero().unbind(1) if _is_mask(one) else [one])
+    return (whole, positions, *rest), masks
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)

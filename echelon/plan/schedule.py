@@ -1,0 +1,170 @@
+"""Schedules as data: what every rank of a pipeline does, in which order. The loop runs them, the simulator times them.
+
+gpipe        all forwards, then all backwards                            (Huang et al. 2019)
+1f1b         one forward, one backward, with few micro-batches in flight (Narayanan et al. 2019, PipeDream-Flush)
+interleaved  1f1b with several stages a rank, for a smaller bubble       (Narayanan et al. 2021)
+zero-bubble  1f1b with the weights' gradients put where a rank would idle (Qi et al. 2023, ZB-H1)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple, get_args
+
+from echelon.errors import UsageError, nearest
+from echelon.marks import ScheduleName
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """F: forward. B: whole backward. I: backward for what came in only, and W: the weights' part of it."""
+
+    kind: Kind
+    micro: int
+    stage: int
+
+
+Schedule = tuple[tuple[Action, ...], ...]  #: one tuple a pipeline rank
+
+
+def make_schedule(name: ScheduleName, stages: int, ranks: int, micro_batches: int) -> Schedule:
+    """What each of ``ranks`` does for ``micro_batches``. Stage s lives on rank s % ranks."""
+    _check_name(name)
+    _check_counts(stages, ranks, micro_batches)
+    if name == "interleaved":
+        _check_interleaved(stages, ranks)
+        return tuple(_interleaved(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks))
+    _check_one_stage_a_rank(name, stages, ranks)
+    make = _ONE_STAGE[name]
+    return tuple(tuple(make(rank, ranks, micro_batches)) for rank in range(ranks))
+
+
+def forward_only(stages: int, ranks: int, micro_batches: int) -> Schedule:
+    """For evaluation: every micro-batch through every stage."""
+    _check_counts(stages, ranks, micro_batches)
+    _check_whole_rounds("a forward pass", stages, ranks)
+    groups = _groups(micro_batches, ranks)
+    return tuple(tuple(_forwards(rank, ranks, stages // ranks, groups)) for rank in range(ranks))
+
+
+# ---- one stage a rank ----
+
+
+def _gpipe(stage: int, stages: int, micros: int) -> Iterator[Action]:
+    yield from (Action("F", micro, stage) for micro in range(micros))
+    yield from (Action("B", micro, stage) for micro in range(micros))
+
+
+def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Iterator[Action]:
+    forwards = (Action("F", micro, stage) for micro in range(micros))
+    backwards = (Action("B", micro, stage) for micro in range(micros))
+    return _warm_then_alternate(stages - 1 - stage, forwards, backwards)
+
+
+def _zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Action]:
+    """1f1b in I's. From the I on where 1f1b would begin to leave gaps, a W follows each; what is left comes at the end.
+
+    A rank so has as many micro-batches open as the first rank of 1f1b, waiting for W where that one waits for B.
+    """
+    weights = (Action("W", micro, stage) for micro in range(micros))
+    for action in _one_forward_one_backward(stage, stages, micros):
+        if action.kind == "F":
+            yield action
+        else:
+            yield action._replace(kind="I")
+            if action.micro >= stage:
+                yield next(weights)
+    yield from weights
+
+
+_ONE_STAGE: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "zero-bubble": _zero_bubble,
+}
+
+
+def _warm_then_alternate(warm_up: int, forwards: Iterable[Action], backwards: Iterable[Action]) -> Iterator[Action]:
+    """``warm_up`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    forwards, backwards = iter(forwards), iter(backwards)
+    yield from itertools.islice(forwards, warm_up)
+    for forward in forwards:
+        yield forward
+        yield next(backwards)
+    yield from backwards
+
+
+# ---- several stages a rank ----
+
+
+def _interleaved(rank: int, ranks: int, chunks: int, micros: int) -> tuple[Action, ...]:
+    """A group of micro-batches goes through all of a rank's stages ("chunks") before the next group begins."""
+    groups = _groups(micros, ranks)
+    warm_up = (chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank)
+    backwards = (
+        Action("B", micro, chunk * ranks + rank)
+        for group in groups
+        for chunk in reversed(range(chunks))
+        for micro in group
+    )
+    return tuple(_warm_then_alternate(warm_up, _forwards(rank, ranks, chunks, groups), backwards))
+
+
+def _forwards(rank: int, ranks: int, chunks: int, groups: list[range]) -> Iterator[Action]:
+    return (Action("F", micro, chunk * ranks + rank) for group in groups for chunk in range(chunks) for micro in group)
+
+
+def _groups(micros: int, ranks: int) -> list[range]:
+    """Micro-batches in groups of as many as there are ranks; where that leaves a rest, in larger ones of nearly equal
+    size: a group smaller than ``ranks`` would leave ranks idle in the middle."""
+    count = max(1, micros // ranks)
+    size, larger = divmod(micros, count)
+    ends = list(itertools.accumulate(size + (group < larger) for group in range(count)))
+    return [range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+# ---- what cannot be ----
+
+
+def _check_name(name: str) -> None:
+    if name not in get_args(ScheduleName):
+        raise UsageError(f"there is no pipeline schedule '{name}'{nearest(name, get_args(ScheduleName))}")
+
+
+def _check_counts(stages: int, ranks: int, micro_batches: int) -> None:
+    for what, count in (("stages", stages), ("ranks", ranks), ("micro-batches", micro_batches)):
+        if count < 1:
+            raise UsageError(f"a pipeline of {count} {what} cannot be: use 1 or more")
+
+
+def _check_one_stage_a_rank(name: str, stages: int, ranks: int) -> None:
+    if stages == ranks:
+        return
+    interleaved = ", or schedule='interleaved'" if stages % ranks == 0 else ""
+    raise UsageError(
+        f"schedule='{name}' runs one stage a rank, but there are {stages} stages for {ranks} ranks: "
+        f"use {ranks} stages or {stages} ranks{interleaved}"
+    )
+
+
+def _check_interleaved(stages: int, ranks: int) -> None:
+    if stages == ranks:
+        raise UsageError(
+            f"schedule='interleaved' runs two or more stages a rank, but there are {stages} stages for {ranks} ranks: "
+            f"use {2 * ranks} or {3 * ranks} stages, or schedule='1f1b'"
+        )
+    _check_whole_rounds("schedule='interleaved'", stages, ranks)
+
+
+def _check_whole_rounds(what: str, stages: int, ranks: int) -> None:
+    if stages % ranks == 0:
+        return
+    least = 2 if "interleaved" in what else 1
+    below = max(least, stages // ranks) * ranks
+    divisors = [str(count) for count in range(1, stages // least + 1) if stages % count == 0]
+    raise UsageError(
+        f"{what} needs as many stages on every rank, but there are {stages} stages for {ranks} ranks: "
+        f"use {below} or {below + ranks} stages, or a number of ranks among {', '.join(divisors)}"
+    )
