@@ -1,5 +1,7 @@
 """Echelon: train one PyTorch model on many devices, with the numbers one process gives."""
 
+from echelon.annotate import annotate, pipeline, replicate, set_default, split, stage
+from echelon.cluster import Cluster, cluster
 from echelon.distribution import distribute
 from echelon.engine import Engine
 from echelon.errors import EchelonError
@@ -41,6 +43,7 @@ __all__ = [
     "AdaptiveLocalSgd",
     "Amp",
     "Checkpoint",
+    "Cluster",
     "Dgc",
     "EchelonError",
     "Engine",
@@ -55,15 +58,22 @@ __all__ = [
     "Reduction",
     "Shard",
     "Strategy",
+    "annotate",
     "barrier",
+    "cluster",
     "device",
     "distribute",
     "init",
     "is_first_worker",
     "local_rank",
     "node_rank",
+    "pipeline",
     "rank",
+    "replicate",
+    "set_default",
     "shutdown",
+    "split",
+    "stage",
     "worker_endpoints",
     "worker_index",
     "worker_num",

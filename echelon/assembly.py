@@ -6,7 +6,7 @@ share batch-norm statistics, recompute, shard, then the optimizers and what redu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.annotate import Marks
+from echelon.nn.moe import MoE
 from echelon.objective import Objective
 from echelon.parallel.agree import agree
 from echelon.parallel.batch_norm import synchronize
 from echelon.parallel.clip import Census
+from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import make_peers
 from echelon.parallel.gradients import AddsUp, Gradients, Reduces
 from echelon.parallel.grid import Grid
@@ -81,17 +83,20 @@ def assemble(
     """Cut and stage the model as the plan says, with ``batch`` to record a pipeline's forward on."""
     names, owned = grouped_names(model, given), owned_names(model, given)
     stages = _record(plan, marks, objective, model, batch)
-    applied = _split(plan, model, grid)
+    _let_go(stages, model, given, grid)
+    applied = _split(plan, model, stages, grid)
     if plan.in_parts:
-        plan = complete(plan, owned, cut=applied.layouts, partial=applied.partial, stages=stages)
-        if world.control is not None:
-            agree(plan, world.control)
-    _let_go(plan, model, given, grid)
+        assert world.control is not None
+        known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
+        cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
+        plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
+        agree(plan, world.control)
     _change_modules(world, plan, model, grid)
     parameters = held_parameters(model)
     carriers = _carriers(plan, grid)
     shards = _shard(world, plan, model, parameters, applied, given, grid)
     held = dict(parameters) | (shards.shards if shards else {})
+    counted = {name for name in held if _counts(plan, name, grid, applied)}
     holdings = Holdings(
         model=model,
         parameters=held,
@@ -99,7 +104,8 @@ def assemble(
         groups=names,
         place=grid.at["stage"],
         leads=frozenset(name for name in held if _leads(plan, name, grid)),
-        counted=frozenset(name for name in held if _counts(plan, name, grid, applied)),
+        counted=frozenset(counted),
+        speaks=frozenset(counted | _spoken_buffers(plan, model, grid)),
     )
     peers = make_peers(plan, world, groups) if plan.dgc else None
     optimizers = successors(plan, given, held, peers)
@@ -138,24 +144,43 @@ def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, ba
     return record(objective, model, sample, units)
 
 
-def _split(plan: Plan, model: nn.Module, grid: Grid) -> Cut:
+def _split(plan: Plan, model: nn.Module, stages: Recording | None, grid: Grid) -> Cut:
     if not plan.splits:
         return Cut()
     from echelon.parallel.split import SplitAxis, apply_split
 
-    axis = SplitAxis(grid.group("split"), grid.at["split"], grid.size("split"), plan.spread)
-    applied = apply_split(model, plan.splits, axis)
+    group = grid.group("split")
+    assert group is not None
+    axis = SplitAxis(group, dist.get_rank(group), grid.size("split"), plan.spread)  # torch sorts a group's ranks
+    here = _here(model, stages, grid)
+    applied = apply_split(model, {name: mark for name, mark in plan.splits.items() if here(name)}, axis)
     return Cut(applied.layouts, applied.partial)
 
 
-def _let_go(plan: Plan, model: nn.Module, given: Optimizers, grid: Grid) -> None:
+def _here(model: nn.Module, stages: Recording | None, grid: Grid) -> Callable[[str], bool]:
+    """Whether a module runs on this rank. One that does not must send no messages: it is only asked for shapes."""
+    if stages is None:
+        return lambda name: True
+    from echelon.parallel.pipeline.ownership import holds
+
+    mine = hosted_stages(stages, grid)
+    foreign = [unit for unit, stage in stages.units.items() if stage not in mine]
+
+    def here(name: str) -> bool:
+        inside = any(name == unit or name.startswith(f"{unit}.") for unit in foreign)
+        return not inside and holds(model.get_submodule(name))
+
+    return here
+
+
+def _let_go(stages: Recording | None, model: nn.Module, given: Optimizers, grid: Grid) -> None:
     """Other stages' weights leave this rank, and its optimizers."""
-    if plan.stages is None:
+    if stages is None:
         return
     from echelon.parallel.pipeline.ownership import keep_only
 
     foreign = set(map(id, model.parameters()))
-    keep_only(model, plan.stages, hosted_stages(plan, grid))
+    keep_only(model, stages, hosted_stages(stages, grid))
     foreign -= set(map(id, held_parameters(model).values()))
     for optimizer in given.values():
         for group in optimizer.param_groups:
@@ -164,19 +189,35 @@ def _let_go(plan: Plan, model: nn.Module, given: Optimizers, grid: Grid) -> None
             del optimizer.state[parameter]
 
 
-def hosted_stages(plan: Plan, grid: Grid) -> list[int]:
+def hosted_stages(stages: Recording, grid: Grid) -> list[int]:
     """The stages that run on this rank."""
-    count = 1 + max(plan.stages.units.values()) if plan.stages else 1
-    return list(range(grid.at["stage"], count, grid.size("stage")))
+    return list(range(grid.at["stage"], 1 + max(stages.units.values()), grid.size("stage")))
 
 
 def _change_modules(world: World, plan: Plan, model: nn.Module, grid: Grid) -> None:
+    here = _here(model, plan.stages, grid)
+    _count_experts_together(plan, model, grid, here)
     shared = grid.new_group(*plan.data_axes)
     if plan.sync_batch_norm and shared is not None:
-        synchronize(model, plan.sync_batch_norm, shared)
+        synchronize(model, filter(here, plan.sync_batch_norm), shared)
     if plan.recompute or plan.chains:
         together = grid.control("replicate", "split") if plan.in_parts else world.control
-        apply_recompute(model, plan.recompute, plan.chains, offload=plan.offload, group=together)
+        segments = tuple(names for names in plan.recompute if all(map(here, names)))
+        apply_recompute(model, segments, filter(here, plan.chains), offload=plan.offload, group=together)
+
+
+def _count_experts_together(plan: Plan, model: nn.Module, grid: Grid, here: Callable[[str], bool]) -> None:
+    """Experts' capacity is for the tokens of a global batch, whoever routes them."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not layers or not plan.ranks > 1:
+        return
+    from echelon.parallel.split.moe import SplitMoE, count_together
+
+    routing, sharing = grid.group("replicate", "split"), grid.group(*plan.data_axes)
+    for name, layer in layers:
+        everyone = routing if isinstance(layer, SplitMoE) else sharing
+        if here(name) and everyone is not None:
+            count_together(layer, everyone)
 
 
 def _carriers(plan: Plan, grid: Grid) -> dict[tuple[str, ...], list[dist.ProcessGroup]]:
@@ -205,7 +246,7 @@ def _shard(
     return Shards(
         model,
         parameters,
-        {name: layout for name, layout in applied.layouts.items() if name in parameters},
+        {name: applied.layouts.get(name) or Layout(tuple(p.shape)) for name, p in parameters.items()},
         given,
         group,
         buckets,
@@ -231,6 +272,12 @@ def _counts(plan: Plan, name: str, grid: Grid, applied: Cut) -> bool:
     )
 
 
+def _spoken_buffers(plan: Plan, model: nn.Module, grid: Grid) -> set[str]:
+    if grid.at["replicate"] or grid.at["split"]:
+        return set()
+    return {name for name, _ in model.named_buffers() if plan.stages is None or _leads(plan, name, grid)}
+
+
 def _census(plan: Plan, holdings: Holdings, grid: Grid, alone: bool) -> Census:
     in_parts = plan.in_parts or plan.shard is not None
     everyone = grid.group("replicate", "stage", "split")
@@ -247,4 +294,4 @@ def _staged(
 
     if plan.stages is None:
         return MicroBatches(objective, plan.pipeline.micro_batches)
-    return Staged(plan, model, objective, grid, hosted_stages(plan, grid), world)
+    return Staged(plan, model, objective, grid, hosted_stages(plan.stages, grid), world)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon import cluster as clusters
 from echelon import world as worlds
 from echelon.annotate import collect
 from echelon.cluster import Cluster
+from echelon.cluster import current as current_cluster
 from echelon.engine import Engine
 from echelon.errors import UsageError, nearest
 from echelon.keep import Checkpoint, Scheduler
@@ -57,7 +57,7 @@ def distribute(
     model.to(world.device)
     optimizers = _named(optimizer)
     marks = collect(model)
-    wanted = cluster or clusters.current()
+    wanted = cluster or current_cluster()
     here = world.place.local_world_size
     made = make_plan(model, optimizers, strategy or Strategy(), world.size, here, marks, wanted)
     chosen = _checked(plan, made) if plan else made

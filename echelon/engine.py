@@ -35,6 +35,7 @@ from echelon.parallel.rates import rate_factor, scaled_rates
 from echelon.parallel.replicate import average_buffers
 from echelon.parallel.succession import replaced_decay
 from echelon.parallel.tally import StagedTally, Tally
+from echelon.parallel.whole import whole_state
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
 from echelon.watch import Log, Watch
@@ -198,6 +199,16 @@ class Engine:
         own = self._keeper.own_state()
         with self._as_one_model():
             return self._keeper.save(directory, self.steps, own, wait)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the model by name, whole, in host memory, on every rank. All ranks call it.
+
+        Under a split, a pipeline or ``shard`` a rank's own ``model`` holds parts only.
+        """
+        parts = self._assembled()
+        with self._explained(), self._as_one_model():
+            in_parts = self.plan.in_parts or self.plan.shard is not None
+            return whole_state(parts.holdings, self.world.control, in_parts)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
@@ -437,7 +448,7 @@ class Engine:
     def _make_loader(self, dataset: Any, **options: Any) -> Loader:
         return Loader(
             dataset,
-            **{"seed": self.world.seed, **options},
+            **{"seed": self.world.seed, "shares": self.plan.shares, **options},
             rank=self._replica,
             world_size=self.plan.replicas,
             device=self.world.device,

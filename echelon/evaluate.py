@@ -22,7 +22,13 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(dim=1) == target).float()
 
 
-METRICS: dict[str, Metric] = {"accuracy": accuracy}
+def top5(output: Tensor, target: Tensor) -> Tensor:
+    """1 for every sample whose target is among its five largest outputs."""
+    best = output.topk(min(5, output.shape[1]), dim=1).indices
+    return (best == target.unsqueeze(1)).any(dim=1).float()
+
+
+METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5}
 
 
 class Judged(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import DataError, LossError, UsageError
@@ -30,16 +31,23 @@ class Objective:
     def __init__(self, model: nn.Module, loss: LossFunction | None, amp: Amp | None, device: torch.device) -> None:
         self._model, self._loss, self._amp, self._device = model, loss, amp, device
         self._accepts = _accepted_names(model)
+        self._with_losses: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_loss")]
 
     def __call__(self, batch: Any) -> tuple[Any, Tensor]:
-        """The model's output and the scalar loss."""
+        """The model's output and the scalar loss, auxiliary losses that modules left behind included."""
         with self._precision():
-            if isinstance(batch, Mapping):
-                return self._named(batch)
-            output = self._model(*(batch if self._loss is None or len(batch) == 1 else batch[:-1]))
-            if self._loss is None:
-                return output, scalar(_own_loss(output))
-            return output, scalar(self._loss(output) if len(batch) == 1 else self._loss(output, batch[-1]))
+            output, loss = self._named(batch) if isinstance(batch, Mapping) else self._positional(batch)
+        for module in self._with_losses:
+            extra, module.auxiliary_loss = module.auxiliary_loss, None
+            if isinstance(extra, Tensor) and not isinstance(extra, FakeTensor):  # one of another stage is a stand-in
+                loss = loss + extra.to(loss.dtype)
+        return output, loss
+
+    def _positional(self, batch: Any) -> tuple[Any, Tensor]:
+        output = self._model(*(batch if self._loss is None or len(batch) == 1 else batch[:-1]))
+        if self._loss is None:
+            return output, scalar(_own_loss(output))
+        return output, scalar(self._loss(output) if len(batch) == 1 else self._loss(output, batch[-1]))
 
     def target(self, batch: Any) -> Any:
         """What metrics compare the output with."""

@@ -23,7 +23,12 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the fork server: ranks share two cores
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "numpy", "pytest", "echelon", "echelon.engine", "torch.distributed"])
+_context.set_forkserver_preload(
+    [
+        *("torch", "numpy", "pytest", "echelon", "echelon.engine", "torch.distributed"),
+        "torch.fx.experimental.symbolic_shapes",  # 2 s, which the first backward() with a gradient takes on each rank
+    ]
+)
 
 
 class RankFailed(AssertionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor
 
 import echelon
 from echelon.errors import UsageError
+from echelon.marks import Split
 from echelon.nn import MoE, take_auxiliary_loss
-from echelon.nn.split_moe import STACKED, split_moe
 from echelon.parallel import batch_norm
-from echelon.parallel.split.axis import SplitAxis
+from echelon.parallel.split import SplitAxis
+from echelon.parallel.split.moe import STACKED, count_together, split_moe
 
 DIM = 6
 
@@ -122,7 +124,7 @@ def test_shapes_no_tokens_and_evaluation() -> None:
     layer = make(4)
     assert layer(torch.randn(2, 3, DIM, dtype=torch.double)).shape == (2, 3, DIM)
     assert layer(torch.zeros(0, DIM, dtype=torch.double)).shape == (0, DIM)
-    assert float(layer.auxiliary_loss) == 0
+    assert layer.auxiliary_loss.detach() == 0
     layer.eval()(tokens_for(3))
     assert layer.auxiliary_loss is None
 
@@ -157,9 +159,9 @@ def test_experts_of_ones_own_and_noise() -> None:
 def test_the_second_expert_is_used_with_twice_its_weight_as_probability() -> None:
     layer = make(3, top=2, random_second=True, capacity=3.0, expert=lambda x, w1, b1, w2, b2: torch.ones_like(x))
     x = tokens_for(1).expand(4000, DIM)
-    second = (x[0] @ layer.gate.weight.T).softmax(-1).sort(descending=True).values[:2]
+    second = (x[0] @ layer.gate.weight.T).detach().softmax(-1).sort(descending=True).values[:2]
     weight = float(second[1] / second.sum())
-    used = (layer(x)[:, 0] > 1 - 1e-9).double().mean()
+    used = (layer(x).detach()[:, 0] > 1 - 1e-9).double().mean()
     assert abs(float(used) - min(1.0, 2 * weight)) < 0.04  # five standard deviations
 
 
@@ -208,7 +210,8 @@ def check_spread(case: dict[str, Any], group: Any, split: Any, sizes: list[int])
     at = dist.get_rank(group)
     output, auxiliary, wanted, dropped = whole(case)
     layer, x = built(case)
-    layouts = split_moe(layer, SplitAxis(split, me, size, spread=True), everyone=group)
+    layouts = split_moe(layer, SplitAxis(split, me, size, spread=True))
+    count_together(layer, group)
     begin, share = sum(sizes[:at]), sizes[at] / sum(sizes)
     mine = x.detach()[begin : begin + sizes[at]].requires_grad_()
     got = layer(mine)
@@ -237,6 +240,18 @@ def check_shared(case: dict[str, Any], group: Any) -> None:
     check_experts(found, wanted, layouts, None)
 
 
+def check_weights(case: dict[str, Any], group: Any) -> None:
+    """The first device is twice as fast as the others, and has twice the experts."""
+    output = whole(case)[0]
+    layer, x = built(case)
+    ranks = dist.get_world_size(group)
+    mark = Split(weights=(2.0, *[1.0] * (ranks - 1)))
+    layouts = split_moe(layer, SplitAxis(group, dist.get_rank(group), ranks), mark)
+    here = round(case["experts"] * (2 if dist.get_rank(group) == 0 else 1) / (ranks + 1))
+    assert layouts["w1"].local_shape[0] == here
+    torch.testing.assert_close(layer(x), output)
+
+
 def check_experts(found: dict[str, Tensor], wanted: dict[str, Tensor], layouts: dict[str, Any], replicas: Any) -> None:
     assert set(layouts) == set(STACKED)
     for name, layout in layouts.items():
@@ -258,6 +273,7 @@ def split_in_every_way() -> None:
     for case in CASES:
         check_shared(case, world)
         check_spread(case, world, world, uneven(case["count"], ranks))
+    check_weights({"experts": 2 * (ranks + 1), "top": 2, "count": 13}, world)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -265,8 +281,8 @@ def test_split_experts_equal_one_process(ranks: int) -> None:
     run(split_in_every_way, ranks=ranks)
 
 
-def replicas_of_splits() -> None:
-    echelon.init()
+def own_batches() -> None:
+    """Two replicas of a split over two ranks, each with tokens of its own; and four with all experts."""
     world, rank = dist.group.WORLD, dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for case in CASES[:4]:
@@ -274,20 +290,16 @@ def replicas_of_splits() -> None:
         check_spread(case, world, None, uneven(case["count"], 4))  # experts whole on every rank
 
 
-def test_capacity_and_load_are_counted_over_replicas_too() -> None:
-    run(replicas_of_splits, ranks=4)
-
-
-def shared_within_replicas() -> None:
+def shared_batches() -> None:
     """Two replicas with a batch each, on two ranks that share it."""
-    echelon.init()
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     for case in CASES[:4]:
         output, auxiliary, wanted, _ = whole(case)
         layer, x = built(case)
-        layouts = split_moe(layer, SplitAxis(groups[rank // 2], rank % 2, 2), everyone=dist.group.WORLD)
+        layouts = split_moe(layer, SplitAxis(groups[rank // 2], rank % 2, 2))
+        count_together(layer, dist.group.WORLD)
         half = slice(0, 4) if rank < 2 else slice(4, None)
         mine = x.detach()[half].requires_grad_()
         share, got = len(mine) / len(x), layer(mine)
@@ -299,8 +311,14 @@ def shared_within_replicas() -> None:
         check_experts(found, wanted, layouts, across)
 
 
-def test_replicas_whose_ranks_share_a_batch() -> None:
-    run(shared_within_replicas, ranks=4)
+def replicas() -> None:
+    echelon.init()
+    own_batches()
+    shared_batches()
+
+
+def test_capacity_and_load_are_counted_over_replicas_too() -> None:
+    run(replicas, ranks=4)
 
 
 def idle_and_noise() -> tuple[Tensor, Tensor, float]:
@@ -331,6 +349,27 @@ def test_a_stand_in_batch_counts_for_nothing_and_noise_differs_between_shares() 
     assert len({round(float(row[0]), 12) for row in first}) == 6
     assert torch.equal(after, after_too)
     assert dropped == 0
+
+
+def test_the_gate_computes_in_32_bits_also_for_16_bit_tokens() -> None:
+    layer, x = make(4).float(), tokens_for(9).bfloat16()
+    exact = (x.float() @ layer.gate.weight.T).softmax(-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer._choose(x, layer.gate.weight).probabilities, exact)
+
+
+@pytest.mark.parametrize(
+    ("mark", "line"),
+    [
+        (Split(how="row"), "has Split(how='row'), but a mixture of experts is split by experts; leave how out"),
+        (Split(sequence=True), "has Split(sequence=True), but a mixture of experts has no layers to cut it for"),
+        (Split(gather=False), "has Split(gather=False), but a mixture of experts has no part to hand on"),
+        (Split(weights=(1.0, 2.0)), "has Split(weights=...) of 2 numbers, but 1 devices share it"),
+    ],
+)
+def test_splits_that_experts_do_not_have(mark: Split, line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)):
+        split_moe(make(4), SplitAxis(None, 0, 1), mark)
 
 
 def sixteen_bits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import GeneratorType
 from typing import Any
@@ -27,7 +27,8 @@ class Loader:
     """This rank's share of a data set, epoch after epoch.
 
     ``batch_size`` is for each rank. Step by step, all ranks together see the samples that one rank with the global
-    batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``).
+    batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``). ``shares`` deals a
+    global batch out unevenly, for ranks of different speed; ``batch_size`` is then their average.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Loader:
         pad_value: Any = 0,
         bucket_window: int = 64,
         shuffle_buffer: int = 1024,
+        shares: Sequence[float] = (),
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
         on_share: Callable[[int], None] | None = None,
@@ -71,6 +73,7 @@ class Loader:
             pad_value=pad_value,
             bucket_window=bucket_window,
             shuffle_buffer=shuffle_buffer,
+            shares=tuple(float(share) for share in shares),
         )
         self._source = open_source(dataset, self._options)
         self._agreement = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from echelon.data.order import block, stride
+from echelon.data.order import block, stride, weighted
 from echelon.errors import DataError, UsageError
 from echelon.strict import strict
 
@@ -29,12 +29,18 @@ class LoaderOptions:
     pad_value: Any
     bucket_window: int
     shuffle_buffer: int
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise DataError(f"batch_size={self.batch_size}: a batch needs at least one sample for each rank")
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"rank={self.rank} of world_size={self.world_size}: ranks count from 0")
+        if self.shares and (len(self.shares) != self.world_size or min(self.shares) <= 0):
+            raise UsageError(
+                f"shares={self.shares}: one number above 0 for each of the {self.world_size} replicas, such as "
+                f"{(2.0, *[1.0] * (self.world_size - 1))}"
+            )
         for name, least in (("workers", 0), ("prefetch", 1), ("bucket_window", 1), ("shuffle_buffer", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be {least} or more")
@@ -45,5 +51,7 @@ class LoaderOptions:
 
     def own(self, count: int) -> slice:
         """This rank's share of a global batch of ``count``. Sorted batches are dealt out like cards."""
+        if self.shares:
+            return weighted(count, self.rank, self.shares)
         share = stride if self.lengths is not None else block
         return share(count, self.rank, self.world_size)

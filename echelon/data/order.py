@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,18 @@ def block(count: int, rank: int, world_size: int) -> slice:
     base, extra = divmod(count, world_size)
     start = rank * base + min(rank, extra)
     return slice(start, start + base + (rank < extra))
+
+
+def weighted(count: int, rank: int, weights: Sequence[float]) -> slice:
+    """The consecutive samples of one rank, as many as its weight is of all; one for each rank as long as they last."""
+    world, total = len(weights), sum(weights)
+    if count <= world:
+        return block(count, rank, world)
+    ends = [0]
+    for i in range(world):
+        fair = round(count * sum(weights[: i + 1]) / total)
+        ends.append(min(max(fair, ends[-1] + 1), count - (world - i - 1)))
+    return slice(ends[rank], ends[rank + 1])
 
 
 def stride(count: int, rank: int, world_size: int) -> slice:

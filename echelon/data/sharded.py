@@ -47,6 +47,8 @@ class ShardSource:
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.size: int | None = None
         lengths_function(options.lengths)
+        if options.shares:
+            raise DataError("shares= deals out one global order, but these ranks read files of their own; leave it out")
         if isinstance(dataset, FileList):
             dataset.check(options.world_size)
             if options.cache:

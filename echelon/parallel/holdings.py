@@ -23,7 +23,8 @@ class Holdings:
     groups:     the optimizers' parameter groups as the user made them, parameters of other ranks included
     place:      this rank's place along the stage axis
     leads:      names of parameters that no earlier place holds
-    counted:    names that this rank counts where every entry of the model must be counted once
+    counted:    parameters that this rank counts where every entry of the model must be counted once
+    speaks:     the same, and buffers: what this rank contributes to the whole
     """
 
     model: nn.Module
@@ -33,6 +34,7 @@ class Holdings:
     place: int = 0
     leads: frozenset[str] = frozenset()
     counted: frozenset[str] = frozenset()
+    speaks: frozenset[str] = frozenset()
 
     @property
     def names(self) -> dict[int, str]:

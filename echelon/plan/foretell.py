@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,9 @@ def foretell(
         try:
             with placeholder_mode(), watch():
                 return call_plainly(module, args, kwargs)
-        except Exception as error:
-            try:
-                return _on_zeros(module, args, kwargs, watch, stands_in)
-            except Exception:
-                raise error from None  # what the user's module said at first
+        except Exception:  # its own mistakes it makes again, in the words its author knows
+            pass
+        return _on_zeros(module, args, kwargs, watch, stands_in)
 
 
 def _on_zeros(
@@ -133,10 +132,23 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def mixing() -> Iterator[None]:
+    """Placeholders meet real tensors in here. Torch then reads ``.grad`` of each, and hides the warning it gets for it,
+    but not from those who make warnings errors."""
+    if not any(action == "error" for action, *_ in warnings.filters):
+        yield  # as it is: with new filters, Python would show warnings again that it had shown once
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+@contextlib.contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Afterwards the random numbers of torch and Python go on as if nothing had been drawn."""
     state = random.getstate()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if started else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
@@ -148,7 +160,7 @@ def random_numbers_kept() -> Iterator[None]:
 def rehearsal(model: nn.Module, batch: Any) -> Iterator[Any]:
     """Within it, a forward pass leaves nothing behind: no attribute, buffer or random number, and the batch (this one's
     copy is given) as it was. Gradients are on, as in training."""
-    with undisturbed(model), random_numbers_kept(), torch.enable_grad():
+    with undisturbed(model), random_numbers_kept(), mixing(), torch.enable_grad():
         copies: dict[int, Tensor] = {}  # one for each buffer, also of one that has several names
         for module in model.modules():
             for name, buffer in module._buffers.items():

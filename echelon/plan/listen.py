@@ -44,7 +44,7 @@ def make_heard(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     for name in names:
         module = modules[name]
         if _PLAIN not in type(module).__dict__:
-            module.__class__ = _heard(type(module))
+            module.__class__ = _heard(type(module))  # type: ignore[arg-type]
             module.__dict__[_NAME] = name
             changed.append(module)
 

@@ -1,4 +1,4 @@
-"""Seeing every operation of a forward pass: between units, inside one, and the ways to values that are no operations."""
+"""Seeing every operation of a forward pass: between units, inside one, and ways to values that are no operations."""
 
 from __future__ import annotations
 
@@ -29,15 +29,33 @@ class Observer(Protocol):
         """Values, and not only shapes, of these tensors decide what happens next."""
 
 
-class BetweenUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, ``operation`` does every operation in torch's place."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every operation would first go to the compiler, to hear that modes are not compiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # half of all, and no operation
+            return func(*args)
+        return self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class BetweenUnits(OperationMode):  # type: ignore[no-untyped-call]
     """Tells of each operation of glue."""
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_in((args, kwargs))
         if _looks_at_values(func):
             args, looked_at = _with_positions(func, args, operands)
@@ -47,15 +65,14 @@ class BetweenUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class InsideUnit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InsideUnit(OperationMode):  # type: ignore[no-untyped-call]
     """Tells of each operation of one unit."""
 
     def __init__(self, observer: Observer, unit: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer, self._unit = observer, unit
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._observer.used(self._unit, tensors_in((args, kwargs)), _written(func, args, kwargs))
         return func(*args, **kwargs)
 

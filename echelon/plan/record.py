@@ -175,7 +175,8 @@ class _Recorder:
 
     def looked(self, what: str, tensors: Tensors) -> None:
         if self._inside:
-            return self.used(self._inside, tensors, [])
+            self.used(self._inside, tensors, [])
+            return
         sources = self._sources(tensors)
         for source in sorted(sources):
             if source.kind == "output":

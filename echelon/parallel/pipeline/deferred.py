@@ -17,16 +17,17 @@ import contextlib
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+T = TypeVar("T")
 Gradients = Callable[[], list[tuple[nn.Parameter, Tensor]]]
 
 
@@ -36,37 +37,59 @@ class WeightStore:
     def __init__(self) -> None:
         self.active = 0  # how many times deferring() is entered
         self._later: list[Gradients] = []
-        self._uses: Counter[nn.Parameter] = Counter()
-        self._elsewhere: dict[int, nn.Parameter] = {}
+        self._left = Counter[nn.Parameter]()  # gradients still to come
+        self._taken: dict[nn.Parameter, Tensor | None] = {}  # with a stand-in where also used otherwise
+        self._elsewhere: set[nn.Parameter] = set()
 
-    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-        self._uses.update(parameters)
-        self._later.append(gradients)
+    def take(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether their gradients may come later. Not where one of them takes part in something else already, whose
+        gradient comes in the first part: it would receive two."""
+        if not self._elsewhere.isdisjoint(parameters):
+            return False
+        for parameter in parameters:
+            self._taken.setdefault(parameter, None)
+        return True
+
+    def substitute(self, value: Any) -> Any:
+        """A stand-in for a parameter that was taken, to be used otherwise: it collects what the first part finds."""
+        if not isinstance(value, nn.Parameter) or value not in self._taken:
+            return value
+        stand_in = self._taken[value]
+        if stand_in is None:
+            stand_in = self._taken[value] = value.detach().requires_grad_()
+        return stand_in
 
     def used_elsewhere(self, parameter: nn.Parameter) -> None:
-        """It receives a gradient in the first part already, so all of it has to come there."""
-        self._elsewhere[id(parameter)] = parameter
+        self._elsewhere.add(parameter)
 
-    def may_defer(self, parameters: Sequence[nn.Parameter]) -> bool:
-        return not any(id(parameter) in self._elsewhere for parameter in parameters)
+    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+        self._left.update(parameters)
+        self._later.append(gradients)
 
     def run(self) -> None:
         """Compute them and add them up, in the order in which backward came by."""
-        sums: dict[nn.Parameter, Tensor] = {}
+        sums: dict[nn.Parameter, Tensor | None] = {
+            parameter: found.grad for parameter, found in self._taken.items() if found is not None
+        }
         while self._later:
             for parameter, gradient in self._later.pop(0)():
-                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-                self._uses[parameter] -= 1
-                if not self._uses[parameter]:
+                before = sums.get(parameter)
+                sums[parameter] = gradient if before is None else before + gradient
+                self._left[parameter] -= 1
+                if not self._left[parameter]:
                     _accumulate(parameter, sums.pop(parameter))
+        for parameter, collected in sums.items():  # of those whose layers took no part in the loss
+            _accumulate(parameter, collected)
+        self._taken.clear()
 
     def __len__(self) -> int:
         return len(self._later)
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """As autograd does it at the end of a backward pass: into ``.grad``, with all hooks."""
-    torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])
+    if gradient is not None:
+        torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])
 
 
 @contextlib.contextmanager
@@ -96,14 +119,29 @@ class _Deferring(TorchFunctionMode):
             return _attention(self._store)(*args, **kwargs)
         if function in _LAYERS:
             return _LAYERS[function](self._store, *args, **kwargs)
-        result = function(*args, **kwargs)
-        _note_uses(self._store, (args, kwargs), result)
-        return result
+        return _plainly(self._store, function, *args, **kwargs)
+
+
+def _plainly(store: WeightStore, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    if not _hold_parameters(args) and not _hold_parameters(kwargs.values()):
+        return function(*args, **kwargs)
+    args, kwargs = tree_map(store.substitute, (args, kwargs))
+    result = function(*args, **kwargs)
+    _note_uses(store, (args, kwargs), result)
+    return result
+
+
+def _hold_parameters(values: Iterable[Any]) -> bool:
+    return any(
+        isinstance(value, nn.Parameter) or (isinstance(value, list | tuple) and _hold_parameters(value))
+        for value in values
+    )
 
 
 def _note_uses(store: WeightStore, given: Any, result: Any) -> None:
-    """Parameters that take part in ``result``. Asking for a shape or a dtype is no part."""
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result)):
+    """Parameters that take part in ``result``. To ask for a shape, or to convert to what it is already, is no part."""
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+    if any(tensor.requires_grad for tensor in made):
         for leaf in tree_leaves(given):
             if isinstance(leaf, nn.Parameter):
                 store.used_elsewhere(leaf)
@@ -115,23 +153,31 @@ def _note_uses(store: WeightStore, given: Any, result: Any) -> None:
 class _Layer(Protocol):
     """Its two halves; ``for_input`` is not asked of a layer whose input wants no gradient."""
 
-    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
     def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor: ...
     def for_weights(self, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool) -> Sequence[Tensor]: ...
 
 
 class _TakenApart(torch.autograd.Function):
+    """To autograd the parameters are no inputs: their hooks would fire in the first part, with nothing. ``anchor``
+    makes the result want a gradient where ``input`` does not."""
+
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: _Layer, store: WeightStore
+        ctx: Any,
+        input: Tensor,
+        anchor: Tensor | None,
+        parameters: Sequence[nn.Parameter],
+        layer: _Layer,
+        store: WeightStore,
     ) -> Tensor:
         # Autocast has converted a floating-point input already, and would convert weights so.
-        dtype = input.dtype if input.is_floating_point() and _casts(input) else weight.dtype
-        used = weight.to(dtype)
-        ctx.save_for_backward(input, used)
-        ctx.layer, ctx.store, ctx.parameters = layer, store, [weight] if bias is None else [weight, bias]
+        dtype = input.dtype if _casts(input) else parameters[0].dtype
+        weight, *bias = (_of(dtype, parameter) for parameter in parameters)
+        ctx.save_for_backward(input, weight)
+        ctx.layer, ctx.store, ctx.parameters = layer, store, parameters
         ctx.set_materialize_grads(False)
-        return layer.forward(input, used, None if bias is None else bias.to(dtype))
+        return layer.forward(input, weight, *bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -139,32 +185,33 @@ class _TakenApart(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None, None
-        layer, store, parameters = ctx.layer, ctx.store, ctx.parameters
         input, weight = ctx.saved_tensors
-        for_input = layer.for_input(gradient, input, weight) if ctx.needs_input_grad[0] else None
-        for_weights = functools.partial(layer.for_weights, gradient, input, weight, bias=len(parameters) > 1)
-        if store.may_defer(parameters):
-            store.defer(parameters, lambda: list(zip(parameters, for_weights(), strict=True)))
-            return for_input, None, None, None, None
-        now = [found.to(parameter.dtype) for parameter, found in zip(parameters, for_weights(), strict=True)]
-        return for_input, now[0], now[1] if len(now) > 1 else None, None, None
+        parameters = ctx.parameters
+        for_weights = functools.partial(ctx.layer.for_weights, gradient, input, weight, bias=len(parameters) > 1)
+        ctx.store.defer(parameters, lambda: list(zip(parameters, for_weights(), strict=True)))
+        for_input = ctx.layer.for_input(gradient, input, weight) if ctx.needs_input_grad[0] else None
+        return for_input, None, None, None, None
+
+
+def _of(dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
+    """Wanting a gradient, for torch's choice between ways to multiply, of different rounding, depends on that."""
+    return parameter if parameter.dtype == dtype else parameter.detach().to(dtype).requires_grad_()
 
 
 def _casts(input: Tensor) -> bool:
-    return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
+    return torch.is_autocast_enabled(input.device.type) and input.is_floating_point() and input.dtype != torch.float64
 
 
-def _take_apart(store: WeightStore, layer: _Layer, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """None where it cannot be: a weight that is computed from others, or frozen, or watched by a hook of its own, which
-    would be called with no gradient at all in the first part."""
-    for parameter in [weight] if bias is None else [weight, bias]:
-        if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf):
-            return None
-        if parameter._backward_hooks:
-            return None
-    if input.is_floating_point() and _casts(input):
+def _take_apart(store: WeightStore, layer: _Layer, input: Tensor, *parameters: Tensor | None) -> Tensor | None:
+    """None where it cannot be: a weight that is computed from others, or frozen, or used otherwise before."""
+    given = [parameter for parameter in parameters if parameter is not None]
+    trained = [one for one in given if isinstance(one, nn.Parameter) and one.requires_grad and one.is_leaf]
+    if len(trained) < len(given) or not store.take(trained):
+        return None
+    if _casts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    result: Tensor = _TakenApart.apply(input, weight, bias, layer, store)  # type: ignore[no-untyped-call]
+    anchor = None if input.requires_grad else torch.empty(0, requires_grad=True)
+    result: Tensor = _TakenApart.apply(input, anchor, trained, layer, store)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -172,7 +219,7 @@ def _take_apart(store: WeightStore, layer: _Layer, input: Tensor, weight: Tensor
 
 
 class _Linear:
-    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(input, weight, bias)
 
     def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
@@ -195,7 +242,7 @@ class _Convolution:
     dilation: tuple[int, ...]
     groups: int
 
-    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.function(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
@@ -215,7 +262,7 @@ class _Embedding:
     padding_index: int | None
     by_frequency: bool
 
-    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.embedding(input, weight, self.padding_index, scale_grad_by_freq=self.by_frequency)
 
     def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
@@ -257,17 +304,11 @@ def _embedding(
 ) -> Tensor:  # fmt: skip
     taken = None
     if max_norm is None and not sparse:
-        taken = _take_apart(store, _Embedding(padding_idx, scale_grad_by_freq), input, weight, None)
+        taken = _take_apart(store, _Embedding(padding_idx, scale_grad_by_freq), input, weight)
     if taken is None:
         given = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return _plainly(store, F.embedding, input, weight, *given)
     return taken
-
-
-def _plainly(store: WeightStore, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    result = function(*args)
-    _note_uses(store, args, result)
-    return result
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -288,8 +329,8 @@ _LAYERS: dict[Any, Callable[..., Tensor]] = {
 
 
 def _behind_the_check(function: Any, inner: Sequence[str] = (), **replaced: Any) -> Callable[..., Any]:
-    """``function`` without its question for modes, and with other functions in place of some that it calls, itself or in
-    its ``inner`` functions."""
+    """``function`` without its question for modes, and with others in place of some that it, or one of its ``inner``
+    functions, calls."""
     names = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False), **replaced}
     for name in (*inner, function.__name__):
         whole = function.__globals__[name]

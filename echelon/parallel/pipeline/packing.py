@@ -49,8 +49,15 @@ def same_form(form: Form, other: Form) -> bool:
 def _field(tensor: Tensor, training: bool) -> Field:
     if tensor.layout != torch.strided:
         raise UsageError(f"a tensor of layout {tensor.layout} cannot go from stage to stage; hand on tensor.to_dense()")
-    strides = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
-    return Field(tensor.dtype, tuple(tensor.shape), tuple(strides), training and tensor.requires_grad)
+    return Field(tensor.dtype, tuple(tensor.shape), _dense_strides(tensor), training and tensor.requires_grad)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    strides, step = [0] * tensor.dim(), 1
+    for dim in sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim)):
+        strides[dim] = step
+        step *= max(1, tensor.shape[dim])
+    return tuple(strides)
 
 
 # ---- as JSON ----

@@ -6,7 +6,7 @@ and sums are made in the order of ranks. Everywhere else they are collectives, w
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -36,7 +36,6 @@ class Exchange:
         self.me = dist.get_rank(group) if group else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
         self._pairs = self._gloo and device.type == "cpu"
-        self.ordered = group is not None and not self._pairs  #: whether all ranks must begin in one order
         self.begun: Counter[str] = Counter()  #: how many sums and gathers there were
 
     def sum_lines(self, matrix: Tensor, tag: int) -> Arrival:
@@ -53,13 +52,13 @@ class Exchange:
             return lambda: _added(swap.wait, came)
         if self._gloo:  # it has no reduce-scatter for tensors of a GPU
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
-            return lambda: _after(work, matrix)[self.me].clone()
+            return lambda: _after(work, matrix)[self.me].clone()  # noqa: PLW0108 - it waits when it is called
         line = torch.empty_like(matrix[0])
         work = _reduce_scatter(line, matrix.view(-1), group=self._group, async_op=True)
         return lambda: _after(work, line)
 
     def gather_lines(self, line: Tensor, tag: int) -> Arrival:
-        """Begin to collect every rank's ``line``; what arrives is the matrix of all. ``line`` must not change before."""
+        """Begin to collect every rank's ``line``, which must not change meanwhile. What arrives is a matrix of all."""
         self.begun["gather"] += 1
         if self._gathering is None:
             return lambda: line[None]
@@ -89,19 +88,3 @@ def _after(work: dist.Work | None, result: Tensor) -> Tensor:
     assert work is not None
     work.wait()
     return result
-
-
-class InFlight:
-    """At most so many at a time: what was begun first is finished before more is begun."""
-
-    def __init__(self, most: int = 2) -> None:
-        self._most = most
-        self._finish: deque[Callable[[], None]] = deque()
-
-    def add(self, finish: Callable[[], None]) -> None:
-        self._finish.append(finish)
-        self.finish(self._most)
-
-    def finish(self, remaining: int = 0) -> None:
-        while len(self._finish) > remaining:
-            self._finish.popleft()()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.optim.layerwise import Layerwise
 from echelon.parallel.shard.rows import Cut
 
-# Their step looks at a parameter as a whole: its norm, its rows and columns, all parameters together.
+# Their step looks at a parameter as a whole: its rows and columns, or all parameters together. (LARS and LAMB need
+# its norm only, which can be added up over ranks.)
 WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
 
@@ -20,7 +20,7 @@ def refuse_whole(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Sharding steps each part of a parameter by itself; refuse an optimizer that cannot."""
     for key, optimizer in optimizers.items():
         kind = type(optimizer).__name__
-        if isinstance(optimizer, (*WHOLE, Layerwise)):
+        if isinstance(optimizer, WHOLE):
             raise UsageError(
                 f"optimizer '{key}' is {kind}, whose step needs whole parameters, and sharding gives it parts; use "
                 "Adam, AdamW or SGD, or train without sharding"

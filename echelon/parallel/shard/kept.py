@@ -59,7 +59,12 @@ class _Batch:
     """Parameters of one dtype whose rows travel together."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shards: Sequence[nn.Parameter], rows: Rows, exchange: Exchange, tag: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        shards: Sequence[nn.Parameter],
+        rows: Rows,
+        exchange: Exchange,
+        tag: int,
     ) -> None:
         self._parameters, self._shards, self._rows, self._exchange, self._tag = parameters, shards, rows, exchange, tag
 

@@ -34,6 +34,7 @@ class Passes:
         self.between: Callable[[], None] = lambda: None
 
     def begin(self, kind: Kind) -> None:
+        self._drop()
         self.kind, self._at, self._needed = kind, 0, []
 
     def reach(self, unit: Unit) -> None:
@@ -48,16 +49,14 @@ class Passes:
         unit.arrive()
 
     def end(self, complete: bool) -> None:
-        """Begin what was not needed. After an error, ``complete`` is false, and nobody is waited for."""
+        """Begin what was not needed. Where forward was left by an exception nobody is waited for: not ``complete``."""
         assert self.kind is not None
         kind, self.kind = self.kind, None
         self._forget_ahead()
         for unit in self._orders[kind][self._at :]:
             self._unwanted += unit.begin()
         if complete:
-            for arrival in self._unwanted:
-                arrival()
-            self._unwanted = []
+            self._drop()
             if kind not in self._learned:
                 self._learn(kind)
 
@@ -85,6 +84,12 @@ class Passes:
             self._unwanted += self._ahead.coming
             self._ahead.coming = None
         self._ahead = None
+
+    def _drop(self) -> None:
+        """Memory of a message may be freed when it has arrived."""
+        for arrival in self._unwanted:
+            arrival()
+        self._unwanted = []
 
     def _learn(self, kind: Kind) -> None:
         """What the first rank needed, in that order; and what it did not, behind what comes before it in the model."""

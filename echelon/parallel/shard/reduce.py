@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
+from echelon.parallel.reduce import Passes, once
 from echelon.parallel.shard.exchange import Arrival, Exchange
 from echelon.parallel.shard.rows import Cut, Rows
 
@@ -38,12 +39,15 @@ class ShardReducer:
         for bucket in self._buckets:
             bucket.watch(self)
 
-    def arm(self, compressing: bool = False) -> None:
-        """From now on a completed bucket is sent, and adds to what the shards have."""
+    def arm(self, compressing: bool = False, passes: Passes = once) -> None:
+        """From now on a completed bucket is sent, and adds to what the shards have.
+
+        ``passes`` says how many backward passes make up each parameter's gradient.
+        """
         assert not compressing
         self._armed, self._next = True, 0
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.reset(passes)
 
     def finish(self) -> None:
         """Send what is left and wait for everything: every shard has its gradient, no parameter has."""
@@ -51,6 +55,8 @@ class ShardReducer:
             self._send(late=not self._buckets[self._next].complete)
         self._armed = False
         self.relieve(0)
+        for bucket in self._buckets:
+            bucket.reset()
         if not self._learned:
             self._buckets.sort(key=lambda bucket: bucket.late)
             self._learned = True
@@ -93,7 +99,7 @@ class Bucket:
         self._exchange, self._tag = exchange, TAG + number
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
-        self._waiting = set(range(len(names)))
+        self._waiting: dict[int, int] = {}  # passes to come, by parameter
         self._gone = False
         self.late = False  #: some rank did not have it complete before backward was over
 
@@ -112,11 +118,13 @@ class Bucket:
                 f"the gradient of '{self._names[index]}' changed after it was sent: one backward finished it "
                 "twice; with torch.utils.checkpoint use use_reentrant=False"
             )
-        self._waiting.discard(index)
+        left = self._waiting.pop(index, 1) - 1
+        if left:
+            self._waiting[index] = left
 
-    def reset(self) -> None:
+    def reset(self, passes: Passes = once) -> None:
         self._gone = False
-        self._waiting = set(range(len(self._parameters)))
+        self._waiting = {i: passes(name) for i, name in enumerate(self._names)}
 
     @torch.no_grad()
     def send(self, late: bool) -> None:
@@ -142,17 +150,14 @@ class Bucket:
 
     def _filled(self, late: bool) -> Tensor:
         first, flags = self._parameters[0], len(self._parameters) + 1
-        length, device = self._rows.length, next((p.grad.device for p in self._parameters if p.grad is not None), None)
-        matrix = torch.zeros(
-            (self._exchange.ranks, length + flags), dtype=first.dtype, device=device or first.device
-        )
-        present = [i for i in range(len(self._parameters)) if i not in self._missing]
-        grads = [self._parameters[i].grad for i in present]
+        grads = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
+        length = self._rows.length
+        matrix = torch.zeros((self._exchange.ranks, length + flags), dtype=first.dtype, device=first.device)
         for rank, line in enumerate(matrix):
             places = self._rows.views(line[:length], rank)
-            parts = [self._rows.cuts[i].of(grad, rank) for i, grad in zip(present, grads, strict=True) if grad is not None]
-            torch._foreach_copy_([places[i] for i in present], parts)
-        matrix[:, [length + i for i in present]] = 1.0
+            for i, grad in grads.items():
+                places[i].copy_(self._rows.cuts[i].of(grad, rank))
+        matrix[:, [length + i for i in grads]] = 1.0
         matrix[:, -1] = float(late)
         return matrix
 

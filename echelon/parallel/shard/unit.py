@@ -102,7 +102,9 @@ class Cargo:
             pin_memory=away_from_device and first.device.type == "cuda",
         )  # fmt: skip
         # The optimizer steps on the host; with "optimizer" the rows are on the device as well.
-        self._copy = torch.empty_like(self._line, device=first.device) if away_from_device and offload == "optimizer" else None
+        self._copy = (
+            torch.empty_like(self._line, device=first.device) if away_from_device and offload == "optimizer" else None
+        )
         self._views = self._rows.views(self._line, exchange.me)
         self.write_back()
         self.shards = {
@@ -158,10 +160,9 @@ def _dense(tensor: Tensor) -> bool:
 
 def _like(parameter: nn.Parameter, strides: tuple[int, ...] | None) -> Tensor:
     """Memory for the whole of it, laid out as it was (channels-last stays so)."""
-    kind = {"dtype": parameter.dtype, "device": parameter.device}
     if strides is None:
-        return torch.empty(parameter.shape, **kind)  # type: ignore[call-overload,no-any-return]
-    return torch.empty_strided(parameter.shape, strides, **kind)  # type: ignore[call-overload,no-any-return]
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
 
 
 def _nothing(parameter: nn.Parameter) -> Tensor:

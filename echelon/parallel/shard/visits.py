@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UsageError
+from echelon.optim.foreach import HALVES
 from echelon.parallel.shard.exchange import Exchange
 from echelon.parallel.shard.passes import Passes
 from echelon.parallel.shard.unit import Unit
@@ -70,7 +71,6 @@ class Visits:
     def __init__(self, units: Sequence[Unit], exchange: Exchange, device: torch.device) -> None:
         self.units = units
         self.passes = Passes(units, exchange, device)
-        self._device_type = device.type
         self._of = {id(p): unit for unit in units for p in unit.parameters.values()}
         self._shard_of = {id(unit.parameters[name]): unit.shards[name] for unit in units for name in unit.shards}
         self._memory: dict[int, tuple[Unit, nn.Parameter, Tensor]] = {}  # of whole parameters, by address
@@ -88,11 +88,15 @@ class Visits:
                         functools.partial(_made, weakref.ref(self))
                     )
 
+    def brings(self, parameter: nn.Parameter | None) -> bool:
+        return id(parameter) in self._of
+
     # ---- who needs what ----
 
     def hold(self, unit: Unit) -> None:
         if not unit.here:
-            self.passes.reach(unit)
+            with torch.inference_mode(False):  # what arrives while evaluating may stay for training
+                self.passes.reach(unit)
             for parameter, whole in unit.wholes:
                 self._memory[whole.untyped_storage().data_ptr()] = (unit, parameter, whole)
             self.present += unit.bytes
@@ -176,7 +180,7 @@ class Visits:
         return (tensor, tensor._version) if note is None else note
 
     def _note_of_cast(self, tensor: Tensor) -> _Note | None:
-        if not torch.is_autocast_enabled(self._device_type):
+        if tensor.dtype not in HALVES:
             return None
         base = tensor if tensor._base is None else tensor._base
         made_by = base.grad_fn
@@ -194,7 +198,7 @@ class Visits:
             return None
         use.notes += 1
         shard = self._shard_of[id(parameter)]
-        place = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        place = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return _Note(use, parameter, shard, shard._version, tensor.dtype, *place)
 
     def _unpack(self, kept: Any) -> Tensor:
@@ -238,7 +242,9 @@ class Visits:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(functools.partial(_reached, weakref.ref(self), weakref.ref(unit)))
+                leaf.register_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(_reached, weakref.ref(self), weakref.ref(unit))
+                )
 
     def reached(self, unit: Unit) -> None:
         self._begin_backward()
@@ -264,7 +270,7 @@ class Visits:
         if self.passes.kind is None and _in_backward():
             self.passes.begin("backward")
             self._backwards += 1
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self, complete: bool = True) -> None:
         for use in self._asked:
@@ -311,42 +317,60 @@ def _uncached_casts() -> Iterator[None]:
 # ---- classes: a module of another class is still itself, and so is its deep copy ----
 
 Kind = type[nn.Module]
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not look at the weight
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A module to whose running or asking somebody listens."""
+
+    unit: Unit | None
+    whole_model: bool
+
+    @property
+    def runs(self) -> bool:
+        return self.unit is not None or self.whole_model
+
+
+Posts = weakref.WeakKeyDictionary[nn.Module, _Post]  # a deep copy is not in it: it has parameters of its own
 
 
 def visit_modules(model: nn.Module, units: Mapping[str, Unit], visits: Visits) -> None:
     """Let units come when their modules run, and parameters when their modules are asked for them."""
-    modules = dict(model.named_modules())
-    of_module = {name: unit for name, unit in units.items()}
-    for name, module in modules.items():
-        unit = of_module.get(name)
-        holds = any(id(p) in visits._of for p in module._parameters.values())
-        if unit is not None or holds or name == "":
-            runs = unit is not None or name == ""
-            _change_class(name, module, _visited(type(module), module, unit, visits, name == "", runs))
+    posts: Posts = weakref.WeakKeyDictionary()
+    visited = functools.cache(functools.partial(_visited, posts=posts, visits=visits))  # blocks stay of one class
+    for name, module in model.named_modules():
+        unit = units.get(name)
+        if unit is not None or not name or any(visits.brings(p) for p in module._parameters.values()):
+            _refuse_replaced(name, module)
+            posts[module] = _Post(unit, whole_model=not name)
+            module.__class__ = visited(type(module))  # type: ignore[arg-type]
         if unit is not None:
-            owners = [m for m in module.modules() if any(id(p) in map(id, unit.parameters.values()) for p in m._parameters.values())]
-            unit.embedding_only = all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in owners)
+            unit.embedding_only = all(isinstance(owner, EMBEDDINGS) for owner in _owners(module, unit))
 
 
-def _change_class(name: str, module: nn.Module, kind: Kind) -> None:
+def _owners(module: nn.Module, unit: Unit) -> Iterator[nn.Module]:
+    inside = {id(parameter) for parameter in unit.parameters.values()}
+    return (m for m in module.modules() if any(id(p) in inside for p in m._parameters.values()))
+
+
+def _refuse_replaced(name: str, module: nn.Module) -> None:
     if "forward" in module.__dict__:
         raise UsageError(
             f"sharding: forward() of '{name}' was replaced on the module itself; replace it in its class instead"
         )
-    module.__class__ = kind
 
 
-def _visited(kind: Kind, module: nn.Module, unit: Unit | None, visits: Visits, whole_model: bool, runs: bool) -> Kind:
-    original = weakref.ref(module)
-
+def _visited(kind: Kind, posts: Posts, visits: Visits) -> Kind:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not original() or not visits.active:  # a copy has parameters of its own
+        post = posts.get(self)
+        if post is None or not post.runs or not visits.active:
             return kind.forward(self, *args, **kwargs)
-        with visits.call(unit, whole_model) as call:
+        with visits.call(post.unit, post.whole_model) as call:
             output = kind.forward(self, *args, **kwargs)
-            if unit is not None:
-                visits.watch_output(call, unit, output)
+            if post.unit is not None:
+                visits.watch_output(call, post.unit, output)
             return output
 
     def __getattr__(self: nn.Module, name: str) -> Any:
@@ -356,6 +380,6 @@ def _visited(kind: Kind, module: nn.Module, unit: Unit | None, visits: Visits, w
         return value
 
     body: dict[str, Callable[..., Any]] = {"__getattr__": __getattr__}
-    if runs:
+    if kind.forward is not nn.Module.forward:
         body["forward"] = forward
     return type(f"Sharded{kind.__name__}", (kind,), body)

@@ -5,4 +5,4 @@ from echelon.parallel.split.apply import Applied, apply_split, why_not
 from echelon.parallel.split.axis import SplitAxis
 from echelon.parallel.split.spread import Spread, whole
 
-__all__ = ["Applied", "Spread", "SplitAxis", "apply_split", "choose", "loss", "shapes", "why_not", "whole"]
+__all__ = ["Applied", "SplitAxis", "Spread", "apply_split", "choose", "loss", "shapes", "whole", "why_not"]

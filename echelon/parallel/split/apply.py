@@ -10,14 +10,16 @@ from torch import nn
 
 from echelon.errors import UsageError
 from echelon.marks import Split
+from echelon.nn.moe import MoE
 from echelon.parallel.batch_norm import BatchNorm
 from echelon.parallel.layout import Layout
 from echelon.parallel.split.attention import attention_pieces
 from echelon.parallel.split.axis import SplitAxis
-from echelon.parallel.split.block import layer_pieces, sequential_pieces, stack_pieces
+from echelon.parallel.split.block import Block, layer_pieces, sequential_pieces, stack_pieces
 from echelon.parallel.split.conv import conv_pieces
 from echelon.parallel.split.embedding import embedding_pieces
 from echelon.parallel.split.linear import linear_pieces
+from echelon.parallel.split.moe import moe_pieces
 from echelon.parallel.split.piece import Piece, Refused, refuse_sequence_of_spread
 from echelon.parallel.split.sequence import sequence_pieces
 from echelon.parallel.split.spread import whole
@@ -47,8 +49,7 @@ def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
     for piece in pieces:
         piece.change_class()
     for module in model.modules():
-        if isinstance(module, BatchNorm):  # it may have an autograd function of its own, which takes tensors only
-            module.register_forward_pre_hook(_gather_inputs)
+        _prepare_bystander(module)
     partial_names = {names[id(piece.module.get_parameter(each))] for piece in pieces for each in piece.partial}
     return Applied(layouts, partial_names)
 
@@ -66,6 +67,8 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[Piece]:
+    if "axis" in type(module).__dict__:
+        raise Refused("is split already; build the model anew")
     refuse_sequence_of_spread(mark, axis)
     if mark.how == "sequence":
         return sequence_pieces(module, mark, axis)
@@ -88,6 +91,7 @@ _PLANNERS: dict[type[nn.Module], Any] = {
     nn.TransformerEncoder: partial(stack_pieces, _pieces),
     nn.TransformerDecoder: partial(stack_pieces, _pieces),
     nn.Sequential: partial(sequential_pieces, _pieces),
+    MoE: moe_pieces,
 }
 
 
@@ -113,7 +117,23 @@ def _all_pieces(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
                 pieces.setdefault(id(piece.module), piece)
         except Refused as refusal:
             raise UsageError(f"split: '{name}' ({type(modules[name]).__name__}) {refusal}") from None
+    for layer in _with_shortcut(model, set(pieces)):
+        pieces[id(layer)] = Piece(layer, Block, {"axis": axis, "mark": Split()})
     return list(pieces.values())
+
+
+def _with_shortcut(model: nn.Module, split: set[int]) -> list[nn.Module]:
+    """Transformer layers of which only parts are split: their shortcut for inference must not read those weights."""
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return [each for each in layers if id(each) not in split and any(id(part) in split for part in each.modules())]
+
+
+def _prepare_bystander(module: nn.Module) -> None:
+    """What is not split itself, but meets what is."""
+    if isinstance(module, BatchNorm):  # it may have an autograd function of its own, which takes tensors only
+        module.register_forward_pre_hook(_gather_inputs)
+    if isinstance(module, nn.TransformerEncoder) and any(isinstance(layer, Block) for layer in module.layers):
+        module.use_nested_tensor = False  # such tensors know nothing of parts
 
 
 def _layouts(model: nn.Module, pieces: list[Piece], names: Mapping[int, str]) -> dict[str, Layout]:

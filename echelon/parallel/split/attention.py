@@ -28,7 +28,7 @@ class HeadAttention(nn.MultiheadAttention):
     heads: Sizes
     leave: Exit
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Any,
         key: Any,
@@ -73,18 +73,18 @@ class HeadAttention(nn.MultiheadAttention):
     def _by_heads(self, x: Tensor, single: bool) -> Tensor:
         if not (self.batch_first or single):
             x = x.transpose(0, 1)
-        return x.unflatten(-1, (self.heads[self.axis.rank], self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], self.heads[self.axis.rank], self.head_dim).transpose(1, 2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         drop = self.dropout if self.training else 0.0
         with own_chance(self.axis, q.device, wanted=drop > 0):
-            if not need_weights and q.shape[1]:
+            if not need_weights and q.shape[1]:  # torch's kernels do not all take a rank without heads
                 return F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal=causal), None
             scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
             weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), drop)
-            return weights.to(v.dtype) @ v, weights
+            return weights.to(v.dtype) @ v, weights if need_weights else None
 
     def _leave(self, context: Tensor, rows: Sizes | None, single: bool) -> Any:
         context = context.transpose(1, 2).flatten(2)
@@ -119,7 +119,7 @@ class HeadAttention(nn.MultiheadAttention):
         if rows is not None:
             mask = gather(mask, 0, tuple(size * self.num_heads for size in rows), self.axis)
         begin = sum(self.heads[: self.axis.rank])
-        return mask.unflatten(0, (-1, self.num_heads))[:, begin : begin + self.heads[self.axis.rank]]
+        return mask.reshape(-1, self.num_heads, *mask.shape[1:])[:, begin : begin + self.heads[self.axis.rank]]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.rows: Sizes | None = None  #: of the batch that was gathered last (spread mode)
+        self.parts_about = False  #: whether a layer with gather=False hands on parts as plain tensors
         self._origin: weakref.ref[Tensor] | None = None
         self._facts: tuple[Any, ...] = ()
         self._made: Any = None

@@ -36,7 +36,7 @@ class Block(nn.Module):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         # Cut once: every use inside then shares it.
         entering = slice_up(x, 1, self.axis, self.mark.weights) if self.mark.sequence else x
-        return super().forward(entering, *args, **kwargs)  # type: ignore[misc]
+        return super().forward(entering, *args, **kwargs)
 
 
 def layer_pieces(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) -> list[Piece]:
@@ -51,7 +51,8 @@ def layer_pieces(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) 
         elif mark.sequence and isinstance(child, _NORMS):
             pieces += sequence_pieces(child, replace(mark, how="sequence", sequence=False), axis)
     first, second = getattr(layer, "linear1", None), getattr(layer, "linear2", None)
-    assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
     return [*pieces, *plan(first, replace(mark, how="column"), axis), *_row(second, mark, axis)]
 
 
@@ -82,9 +83,8 @@ def sequential_pieces(plan: Planner, chain: nn.Sequential, mark: Split, axis: Sp
     for layer in layers:
         if isinstance(layer, nn.Linear | nn.Conv2d):
             by_row = opened is type(layer) and getattr(layer, "groups", 1) == 1
-            grouped = opened is nn.Conv2d and not by_row  # channel by channel, what was cut stays cut
             pieces += plan(layer, _link_mark(layer, mark, "row" if by_row else "column"), axis)
-            opened = None if by_row or (grouped and opened is None) else type(layer)
+            opened = None if by_row else type(layer)  # a grouped convolution keeps what was cut before it
         elif not isinstance(layer, _POINTWISE):
             pieces += _between(plan, layer, mark, axis)
             opened = None
@@ -111,6 +111,6 @@ def _between(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) -> l
     try:
         return plan(layer, mark, axis)
     except Refused:
-        if any(True for _ in layer.children()):  # a container with layers of its own: its user must say which
+        if isinstance(layer, nn.Embedding) or any(True for _ in layer.children()):  # not meant to stay whole
             raise
         return []

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from echelon.parallel.collective import all_gather
 from echelon.parallel.split.exchange import own
-from echelon.parallel.split.rules import Args, Function, Named, rule
+from echelon.parallel.split.rules import Args, Function, Named, named, rule
 from echelon.parallel.split.spread import Spread
 
 
 @rule(["argmax"])
 def argmax(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    given = dict(zip(["input", "dim", "keepdim"], args, strict=False)) | kwargs
+    given = named(["input", "dim", "keepdim"], args, kwargs)
     x, dim = given["input"], given.get("dim")
     if not _chosen_along(x, dim):
         return NotImplemented
@@ -25,23 +25,23 @@ def argmax(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["max"])
 def max_along(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    given = dict(zip(["input", "dim", "keepdim"], args, strict=False)) | kwargs
+    given = named(["input", "dim", "keepdim"], args, kwargs)
     x, dim = given["input"], given.get("dim")
     if not _chosen_along(x, dim) or _wants_gradient(x):
         return NotImplemented
     values, indices = _largest(x, 1)
     pair = (values, indices) if given.get("keepdim", False) else (values.squeeze(x.along), indices.squeeze(x.along))
-    return torch.return_types.max(pair)  # type: ignore[attr-defined]
+    return torch.return_types.max(pair)
 
 
 @rule(["topk"])
 def topk(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    given = dict(zip(["input", "k", "dim", "largest", "sorted"], args, strict=False)) | kwargs
+    given = named(["input", "k", "dim", "largest", "sorted"], args, kwargs)
     x, k = given["input"], given["k"]
     fits = _chosen_along(x, given.get("dim", -1)) and given.get("largest", True) and k <= x.shape[x.along]
     if not fits or _wants_gradient(x):
         return NotImplemented
-    return torch.return_types.topk(_largest(x, k))  # type: ignore[attr-defined]
+    return torch.return_types.topk(_largest(x, k))
 
 
 def _chosen_along(x: Any, dim: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Collectives along a split axis, for shards of any width. Plain tensors in and out; autograd is the bridges' business."""
+"""Collectives along a split axis, for shards of any width. Plain tensors in and out; autograd is the bridges' part."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def scatter_total(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     if axis.group is None:
         return x.detach()
     if dist.get_backend(axis.group) != "gloo":
-        pieces = torch.stack([_widened(piece, dim, max(sizes)) for piece in x.split(sizes, dim)])
+        pieces = torch.stack([_widened(piece, dim, max(sizes)) for piece in _pieces(x, dim, sizes)])
         came = torch.empty_like(pieces[0])
         _reduce_scatter_single(came.view(-1), pieces.view(-1), group=axis.group)
         return came.narrow(dim, 0, sizes[axis.rank])
-    sent = [piece.contiguous() for piece in x.split(sizes, dim)]
+    sent = [piece.contiguous() for piece in _pieces(x, dim, sizes)]
     # Added in rank order, and 16-bit values rounded once.
     return torch.stack(_hand_out(sent, [sent[axis.rank].shape] * axis.size, axis)).sum(0)
 
@@ -67,7 +67,7 @@ def swap(x: Tensor, cut: int, cut_sizes: Sizes, join: int, join_sizes: Sizes, ax
     """
     if axis.group is None:
         return x.detach()
-    sent = [piece.contiguous() for piece in x.split(cut_sizes, cut)]
+    sent = [piece.contiguous() for piece in _pieces(x, cut, cut_sizes)]
     shapes = [torch.Size(_resized(sent[axis.rank], join, size)) for size in join_sizes]
     return torch.cat(_hand_out(sent, shapes, axis), join)
 
@@ -117,6 +117,10 @@ def _send_and_receive(sent: Sequence[Tensor], came: Sequence[Tensor], group: dis
     for work in works:
         assert work is not None
         work.wait()
+
+
+def _pieces(x: Tensor, dim: int, sizes: Sizes) -> tuple[Tensor, ...]:
+    return torch.split_with_sizes(x, list(sizes), dim)
 
 
 def _widened(x: Tensor, dim: int, size: int) -> Tensor:

@@ -50,6 +50,7 @@ class ColumnLinear(nn.Linear):
     def forward(self, x: Any) -> Any:
         entered, rows = take_in(x, self.axis)
         local = F.linear(entered, self.weight, self.bias)
+        self.axis.memory.parts_about |= not self.gather
         return Spread(local, -1, self.sizes, self.axis, rows) if self.gather else local
 
 
@@ -64,7 +65,7 @@ class RowLinear(nn.Linear):
 
     def _part(self, x: Any) -> tuple[Tensor, Sizes | None]:
         mine = self.sizes[self.axis.rank]
-        if isinstance(x, Tensor) and x.shape[-1] == mine != self.in_features:  # from a layer with gather=False
+        if self.axis.memory.parts_about and isinstance(x, Tensor) and x.shape[-1] == mine != self.in_features:
             return x, known_rows(x, self.axis)
         return take_part(x, -1, self.sizes, self.axis)
 

@@ -2,8 +2,8 @@
 
 A row's loss is ``a * log(sum(exp(z))) - b . z``, where a and b come from target, class weights and smoothing. Each rank
 contributes its largest logit, the sum of exponentials relative to it, and its part of ``b . z``: one message of three
-numbers a row and rank, put together by everyone alike. Backward needs nothing from others, because ``a * softmax(z) - b``
-is local; in spread mode the gradients of the rows come together first.
+numbers a row and rank, put together by everyone alike. Backward needs nothing from others, because
+``a * softmax(z) - b`` is local; in spread mode the gradients of the rows come together first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.parallel.collective import all_gather
 from echelon.parallel.split.axis import SplitAxis
 from echelon.parallel.split.bridge import own_rows
 from echelon.parallel.split.exchange import gather, own
-from echelon.parallel.split.rules import Args, Named, rule
+from echelon.parallel.split.rules import Args, Named, named, rule
 from echelon.parallel.split.rules import Function as TorchFunction
 from echelon.parallel.split.spread import Spread
 
@@ -29,7 +29,7 @@ _NAMES = ["input", "target", "weight", "size_average", "ignore_index", "reduce",
 @rule(["cross_entropy"])
 def cross_entropy(name: str, func: TorchFunction, args: Args, kwargs: Named) -> Any:
     """As ``torch.nn.functional.cross_entropy``, for logits split over classes; NotImplemented for what gathers them."""
-    given = dict(zip(_NAMES, args, strict=False)) | kwargs
+    given = named(_NAMES, args, kwargs)
     logits, target = given["input"], given["target"]
     unusual = given.get("size_average") is not None or given.get("reduce") is not None
     if not isinstance(logits, Spread) or not isinstance(target, Tensor) or unusual:
@@ -86,7 +86,7 @@ def _check(target: Tensor, classes: int, ignore_index: int) -> None:
     """No rank finds a target that does not exist; the loss would only be wrong."""
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if target.is_cuda:
-        torch._assert_async(~bad.any())  # type: ignore[attr-defined]  # as torch: does not wait for the device
+        torch._assert_async(~bad.any())  # as torch: does not wait for the device
     elif bad.any():
         raise DataError(f"cross_entropy: target {int(target[bad][0])} is not one of the {classes} classes")
 
@@ -127,8 +127,7 @@ class _RowLosses(Function):
 def _coefficients(
     target: Tensor, counted: Tensor, options: _Options, logits: Spread, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of the target's logit, and with smoothing of every class here; ``a``, that of the normalization, is their sum over
-    all classes."""
+    """``a``, and ``b`` as its two parts: that of the target's class, and that of every class here (smoothing only)."""
     classes, smoothing = logits.shape[logits.along], options.smoothing
     weight = target.new_ones(classes, dtype=dtype) if options.weight is None else options.weight.detach().to(dtype)
     picked = (1 - smoothing) * weight[target] * counted

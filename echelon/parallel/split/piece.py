@@ -60,13 +60,8 @@ def require_own_forward(module: nn.Module, kind: type[nn.Module]) -> None:
     """What a subclass computes itself, we cannot replace without losing it."""
     if "forward" in module.__dict__ or type(module).forward is not kind.forward:
         raise Refused(f"has a forward() of its own; only that of torch.nn.{kind.__name__} can be split")
-    missing = [name for name in kind_parameters(kind) if name not in module._parameters]
-    if missing:
-        raise Refused(f"has a parametrized {missing[0]}; remove the parametrization")
-
-
-def kind_parameters(kind: type[nn.Module]) -> list[str]:
-    return ["weight"] if kind in (nn.Linear, nn.Embedding, nn.Conv2d) else []
+    if "weight" not in module._parameters:
+        raise Refused("has a parametrized weight; remove the parametrization")
 
 
 def require_gather(mark: Split, what: str) -> None:
@@ -77,5 +72,5 @@ def require_gather(mark: Split, what: str) -> None:
 def refuse_sequence_of_spread(mark: Split, axis: SplitAxis) -> None:
     if axis.spread and (mark.sequence or mark.how == "sequence"):
         raise Refused(
-            "cuts the sequence, but replicate beside split already gives each device a batch of its own; drop one of them"
+            "cuts the sequence, but replicate beside split gives each device a batch of its own; drop one of them"
         )

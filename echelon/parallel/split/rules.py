@@ -17,17 +17,27 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Named = dict[str, Any]
 
-POINTWISE = """
+
+def named(names: list[str], args: Args, kwargs: Named) -> Named:
+    """A call's arguments by name."""
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+POINTWISE = _words("""
 relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign tanh sigmoid hardtanh hardswish hardsigmoid
 logsigmoid log_sigmoid tanhshrink softshrink hardshrink exp exp2 expm1 log log2 log1p sqrt rsqrt square abs neg negative
-positive sign reciprocal erf erfc sin cos tan atan sinh cosh pow float_power add sub subtract rsub mul multiply div divide
-true_divide floor_divide remainder fmod maximum minimum where clamp clip clamp_min clamp_max masked_fill lerp addcmul
-addcdiv isnan isfinite isinf nan_to_num eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and
-bitwise_or bitwise_xor bitwise_not round floor ceil trunc clone detach contiguous zeros_like ones_like
+positive sign reciprocal erf erfc sin cos tan atan sinh cosh pow float_power add sub subtract rsub mul multiply div
+divide true_divide floor_divide remainder fmod maximum minimum where clamp clip clamp_min clamp_max masked_fill lerp
+addcmul addcdiv isnan isfinite isinf nan_to_num eq ne lt le gt ge logical_and logical_or logical_xor logical_not
+bitwise_and bitwise_or bitwise_xor bitwise_not round floor ceil trunc clone detach contiguous zeros_like ones_like
 __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__
 __pow__ __rpow__ __and__ __or__ __xor__ __invert__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 __rdiv__ __div__
-""".split()
+""")
 RANDOM = ["dropout", "alpha_dropout"]
 CASTS = ["float", "half", "bfloat16", "double", "to", "type", "type_as"]
 SOFTMAX = ["softmax", "log_softmax", "_softmax"]
@@ -69,7 +79,7 @@ def _lead(leaves: list[Any]) -> Spread | None:
     spreads = [leaf for leaf in leaves if isinstance(leaf, Spread)]
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Spread | Tensor)]
     try:
-        result = torch.broadcast_shapes(*shapes)
+        result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return None  # on the whole, torch says what is wrong with the shapes
     return next((spread for spread in spreads if spread.shape == result), None)
@@ -180,7 +190,7 @@ def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 @rule(PRODUCTS)
 def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Products of matrices of which each rank has some: heads of attention."""
-    a, b, *_ = (*args, None)
+    a, b = (*args, None)[:2]
     if not isinstance(a, Spread) or not isinstance(b, Spread) or not a.cut_like(b) or a.along >= a.dim() - 2:
         return NotImplemented
     return a.like(func(a.local, b.local))
@@ -189,7 +199,7 @@ def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 @rule(["scaled_dot_product_attention"])
 def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Heads are attended to where they are."""
-    given = dict(zip(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, strict=False)) | kwargs
+    given = named(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, kwargs)
     q, k, v = (given.pop(each) for each in ("query", "key", "value"))
     if not all(isinstance(x, Spread) and x.dim() == 4 and x.along == 1 and x.sizes == q.sizes for x in (q, k, v)):
         return NotImplemented

@@ -44,7 +44,7 @@ class Positionwise(nn.Module):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         part = slice_up(self._checked(x), 1, self.axis, self.mark.weights)
         with own_chance(self.axis, part.device, wanted=self.draws and self.training):
-            local = super().forward(part.local, *args, **kwargs)  # type: ignore[misc]
+            local = super().forward(part.local, *args, **kwargs)
         return part.like(local)
 
     def _checked(self, x: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 from echelon.errors import UsageError
 from echelon.parallel.split.axis import Sizes
-from echelon.parallel.split.rules import Args, Function, Named, rule
+from echelon.parallel.split.rules import Args, Function, Named, named, rule
 from echelon.parallel.split.spread import Spread
 
 
@@ -26,7 +25,7 @@ def reshape(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 @rule(["flatten"])
 def flatten(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     x = args[0]
-    given = dict(zip(["start_dim", "end_dim"], args[1:], strict=False)) | kwargs
+    given = named(["start_dim", "end_dim"], args[1:], kwargs)
     first, last = given.get("start_dim", 0), given.get("end_dim", -1)
     if not isinstance(x, Spread) or not isinstance(first, int) or not isinstance(last, int):
         return NotImplemented
@@ -36,7 +35,8 @@ def flatten(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["unflatten"])
 def unflatten(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    x, dim, sizes, *_ = (*args, None, None)
+    given = named(["dim", "sizes"], args[1:], kwargs)
+    x, dim, sizes = args[0], given.get("dim"), given.get("sizes")
     if not isinstance(x, Spread) or not isinstance(dim, int) or sizes is None:
         return NotImplemented
     dim, sizes = dim % x.dim(), list(sizes)
@@ -84,7 +84,8 @@ def _new_cut(x: Spread, wanted: list[int]) -> tuple[int, Sizes] | None:
 
 @rule(["transpose", "swapaxes", "swapdims"])
 def transpose(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    x, a, b, *_ = (*args, None, None)
+    given = named(["dim0", "dim1"], args[1:], kwargs)
+    x, a, b = args[0], given.get("dim0"), given.get("dim1")
     if not isinstance(x, Spread) or not isinstance(a, int) or not isinstance(b, int):
         return NotImplemented
     order = list(range(x.dim()))

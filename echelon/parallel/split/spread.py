@@ -162,8 +162,7 @@ def whole(tree: Any) -> Any:
 pytree.register_pytree_node(
     Spread,
     lambda spread: ([spread.local], (spread.along, spread.sizes, spread.axis, spread.rows)),
-    lambda locals, facts: Spread(next(iter(locals)), *facts),
-    serialized_type_name="echelon.Spread",
+    lambda parts, facts: Spread(next(iter(parts)), *facts),
 )
 
 

@@ -1,4 +1,4 @@
-"""Census: how many tokens every rank sends to every expert, and what follows from it alone.
+"""Headcount: how many tokens every rank sends to every expert, and what follows from it alone.
 
 One small message, the same on all ranks afterwards, settles everything: each expert's capacity, who stands before whom,
 how many rows travel from where to where, and in which row of an expert's buffer each one lands. Positions are counted
@@ -20,7 +20,7 @@ from echelon.parallel.layout import Range
 
 
 @dataclass(frozen=True)
-class Census:
+class Headcount:
     """lengths: [ranks, top, experts] on the host; tokens: of every rank; me: this rank's place among them."""
 
     lengths: Tensor
@@ -52,11 +52,13 @@ class Census:
         return self.lengths[:, 0].sum(0).double() / max(sum(self.tokens), 1)
 
 
-def take_census(lengths: Tensor, tokens: int, factor: float, everyone: dist.ProcessGroup | None, *, me: int) -> Census:
+def count_heads(
+    lengths: Tensor, tokens: int, factor: float, everyone: dist.ProcessGroup | None, *, me: int
+) -> Headcount:
     """Every rank's queue lengths, [top, experts], and number of tokens. Reading them waits for a GPU, once a layer."""
     message = torch.cat([lengths.flatten(), lengths.new_tensor([tokens])])
     rows = (message[None] if everyone is None else all_gather(message, everyone)).cpu()
-    return Census(rows[:, :-1].view(-1, *lengths.shape), tuple(rows[:, -1].tolist()), me, factor)
+    return Headcount(rows[:, :-1].view(-1, *lengths.shape), tuple(rows[:, -1].tolist()), me, factor)
 
 
 @dataclass(frozen=True)

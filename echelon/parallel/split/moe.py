@@ -1,7 +1,7 @@
 """A mixture of experts over ranks: each has some of the experts, and tokens travel to theirs and back.
 
-The numbers are those of one process on all tokens, dropped ones included: see ``census``. Weights of the gate are whole
-on every rank.
+The numbers are those of one process on all tokens, dropped ones included: see ``headcount``. Weights of the gate are
+whole on every rank.
 
 Shared batch: every rank routes its share of the tokens, so no work is done twice. Entering cuts the batch into shares
 (backward: gather), leaving gathers them (backward: cut); the gate's gradient, of a share only, is summed over the axis
@@ -21,44 +21,69 @@ common batch; its sum over shares passes the gradient on as it is, because each 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.nn.census import Census, Journey, plan_journey, take_census
+from echelon.marks import Split
 from echelon.nn.gate import Choice, Queues, balance, queue
 from echelon.nn.moe import MoE
 from echelon.parallel import batch_norm
-from echelon.parallel.layout import Layout
+from echelon.parallel.layout import Layout, Range
 from echelon.parallel.split.axis import SplitAxis
 from echelon.parallel.split.bridge import gathered, leave_by_sum, lower, move, sliced
 from echelon.parallel.split.chance import own_chance
 from echelon.parallel.split.exchange import swap, total
+from echelon.parallel.split.headcount import Headcount, Journey, count_heads, plan_journey
+from echelon.parallel.split.piece import Piece, Refused, ranges_of, require_gather
+from echelon.parallel.split.spread import whole
 
 STACKED = ("w1", "b1", "w2", "b2")
 
 
-def split_moe(module: MoE, axis: SplitAxis, everyone: dist.ProcessGroup | None = None) -> dict[str, Layout]:
-    """Leave to this rank its part of the experts; layouts of the parameters that are cut, by their names in ``module``.
+def moe_pieces(module: MoE, mark: Split, axis: SplitAxis) -> list[Piece]:
+    if mark.how != "auto":
+        raise Refused(f"has Split(how={mark.how!r}), but a mixture of experts is split by experts; leave how out")
+    if mark.sequence:
+        raise Refused("has Split(sequence=True), but a mixture of experts has no layers to cut it for; leave it out")
+    require_gather(mark, "a mixture of experts")
+    owned = ranges_of(module.experts, mark, axis)
+    facts = {"axis": axis, "everyone": axis.group, "owned": owned}
+    return [Piece(module, SplitMoE, facts, {name: {0: (owned[axis.rank],)} for name in STACKED})]
 
-    everyone: all ranks whose batches together are the global batch (replicas times the split axis), where these are
-              more than the axis; capacity and load are counted over them. An axis of one rank is fine.
-    """
-    begin, end = axis.ranges(module.experts)[axis.rank]
-    layouts = {name: Layout(tuple(getattr(module, name).shape), {0: ((begin, end),)}) for name in STACKED}
+
+def split_moe(module: MoE, axis: SplitAxis, mark: Split | None = None) -> dict[str, Layout]:
+    """Leave to this rank its part of the experts; layouts of the parameters that are cut, by their names inside."""
+    (piece,) = moe_pieces(module, mark or Split(), axis)
+    layouts = piece.layouts()
     for name, layout in layouts.items():
-        parameter = getattr(module, name)
-        parameter.data = layout.take(parameter.data)
-    kind = type(module)
-    settings = {"axis": axis, "everyone": axis.group if everyone is None else everyone}
-    module.__class__ = type(f"Split{kind.__name__}", (_Split, kind), settings)
+        parameter = module.get_parameter(name)
+        parameter.data, parameter.grad = layout.take(parameter.data), None
+    piece.change_class()
     return layouts
 
 
-class _Split(MoE):
+def count_together(module: MoE, everyone: dist.ProcessGroup) -> None:
+    """Count capacity and load over ``everyone``: all ranks whose tokens together are those of the global batch.
+
+    For a split layer these are the replicas times the split axis, as each routes a share of its own. For a layer that
+    every rank has whole, they are the ranks with a batch of their own.
+    """
+    if not isinstance(module, SplitMoE):
+        split_moe(module, SplitAxis(None, 0, 1, spread=True))
+    assert isinstance(module, SplitMoE)
+    type(module).everyone = everyone
+
+
+class SplitMoE(MoE):
     axis: SplitAxis
     everyone: dist.ProcessGroup | None
+    owned: list[Range]  #: the experts of every rank of the axis
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(whole(x))
 
     def _mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if self.axis.spread or self.axis.size == 1:
@@ -78,14 +103,14 @@ class _Split(MoE):
                 Choice(torch.full_like(choice.experts, self.experts), choice.weights, choice.probabilities),
             )
         queues = queue(choice.experts, self.experts)
-        census = take_census(queues.lengths, counted, self.capacity, self.everyone, me=_place(self.everyone))
-        return self._travel(tokens, choice, queues, census), self._unevenness(choice, census, counted)
+        heads = count_heads(queues.lengths, counted, self.capacity, self.everyone, me=_place(self.everyone))
+        return self._travel(tokens, choice, queues, heads), self._unevenness(choice, heads, counted)
 
-    def _travel(self, tokens: Tensor, choice: Choice, queues: Queues, census: Census) -> Tensor:
-        left = census.room_left[census.me].to(tokens.device)
+    def _travel(self, tokens: Tensor, choice: Choice, queues: Queues, heads: Headcount) -> Tensor:
+        left = heads.room_left[heads.me].to(tokens.device)
         left = torch.cat([left, left.new_zeros(len(left), 1)], 1)  # for tokens that go nowhere
         kept = queues.places < left.gather(1, choice.experts)
-        there = plan_journey(census.kept[self._members()], self.axis.rank, self.axis.ranges(self.experts))
+        there = plan_journey(heads.kept[self._members()], self.axis.rank, self.owned)
         order = torch.where(kept, choice.experts, self.experts).flatten().argsort(stable=True)[: sum(there.sent)]
         came = _exchange(lower(tokens).index_select(0, order % max(len(tokens), 1)), there, self.axis)
         back = _exchange(self._answers(came, there), there, self.axis, home=True)
@@ -99,12 +124,12 @@ class _Split(MoE):
         buffer = came.new_zeros(here * there.width, self.dim).index_copy_(0, slots, came)
         return self._compute(buffer.view(here, there.width, self.dim)).flatten(0, 1).index_select(0, slots)
 
-    def _unevenness(self, choice: Choice, census: Census, counted: int) -> Tensor:
+    def _unevenness(self, choice: Choice, heads: Headcount, counted: int) -> Tensor:
         sums = choice.probabilities.sum(0) if counted else choice.probabilities.sum(0) * 0
         if not self.axis.spread and self.axis.size > 1:
             sums = leave_by_sum(sums, None, self.axis)
-            counted = sum(census.tokens[i] for i in self._members())
-        return balance(census.fractions.to(sums), sums / max(counted, 1))
+            counted = sum(heads.tokens[i] for i in self._members())
+        return balance(heads.fractions.to(sums), sums / max(counted, 1))
 
     def _members(self) -> list[int]:
         """The places of the axis's ranks among everyone."""

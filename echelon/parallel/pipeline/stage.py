@@ -1,0 +1,368 @@
+"""Running one stage of a pipeline: the user's whole forward, of which only this stage's part costs anything.
+
+Own units compute. A unit of an earlier stage returns what was received where this stage needs it, and placeholders
+where not, so that glue which nobody needs here costs next to nothing. The first call of a later stage's unit ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from echelon.errors import UsageError
+from echelon.plan.foretell import entered, foretell, is_placeholder, mixing, placeholder
+from echelon.plan.leaves import Parts, take_apart, tensors_of
+from echelon.plan.listen import call_plainly, listening, make_heard
+from echelon.plan.record import Recording
+
+Part = Literal["B", "I", "W"]
+AUXILIARY = "auxiliary_loss"
+MOST_KNOWN = 10_000  # kinds of input; where lengths vary, there are many
+
+
+class Deferred(Protocol):
+    """As a context around forward and backward: gradients of weights are left out, for ``run`` to compute."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+    def run(self) -> None: ...
+
+
+class PassEnded(BaseException):
+    """The first module of a later stage was called. Not an Exception: user code that catches those must let it pass."""
+
+
+def settle(value: Any) -> Any:
+    """What leaves a unit, as plain tensors. Lazily gathered ones are gathered here."""
+    return value
+
+
+class StageRunner:
+    """Runs the stages that live on this rank, one micro-batch at a time, in whatever order a schedule asks for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[[Any], tuple[Any, Tensor]],
+        recording: Recording,
+        stages: Sequence[int],
+        device: torch.device,
+        defer: Callable[[], Deferred] | None = None,
+    ) -> None:
+        self._call, self._recording, self._device, self._defer = call, recording, device, defer
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._units = {name: modules[name] for name in recording.units}
+        self._plans = {stage: _StagePlan(recording, stage) for stage in stages}
+        self._own = {
+            stage: [part for name, at in recording.units.items() if at == stage for part in self._units[name].modules()]
+            for stage in stages
+        }
+        self._outlook = _Outlook()
+        self._running: dict[tuple[int, int], _Kept] = {}
+        self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._batches: Sequence[Any] = ()
+        self._weights: Sequence[Tensor | float] = ()
+        self._training = False
+        self.losses: dict[int, Tensor] = {}  #: per micro-batch, unweighted; only where the last stage is
+        self.auxiliary: dict[int, Tensor] = {}  #: per micro-batch, unweighted: the sum over this rank's units
+        self.outputs: dict[int, Any] = {}  #: per micro-batch, when not training; only where the last stage is
+        self._undo = make_heard(model, recording.units)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._undo()
+
+    def begin(self, micro_batches: Sequence[Any], weights: Sequence[Tensor | float], training: bool) -> None:
+        """A step: ``weights`` multiply each micro-batch's loss before backward."""
+        self._batches, self._weights, self._training = micro_batches, weights, training
+        self._running.clear()  # a step that was given up
+        self._deferred.clear()
+        self.losses, self.auxiliary, self.outputs = {}, {}, {}
+
+    # ---- forward ----
+
+    def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
+        """What other stages need, by key; it requires a gradient where this stage can use one.
+
+        ``received``: leaves, which require a gradient where their maker can use one.
+        """
+        plan = self._plans[stage]
+        _forget_auxiliary(self._own[stage])
+        leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
+        running = _Pass(plan, self._units, leaves, self._outlook)
+        deferred = self._defer() if self._defer and self._training else None
+        with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
+            result = running.run(self._call, plan.batch(self._batches[micro]))
+        roots = {key: running.made.get(key) for key in plan.sent}
+        ends = self._collect_auxiliary(stage, micro)
+        if plan.is_last:
+            ends += self._collect_result(micro, result)
+        if self._training:
+            self._running[stage, micro] = _Kept(roots, ends, leaves)
+            if deferred:
+                self._deferred[stage, micro] = deferred
+        return {key: None if root is None else _to_send(root) for key, root in roots.items()}
+
+    def _collect_result(self, micro: int, result: tuple[Any, Tensor] | None) -> list[Tensor]:
+        if result is None or any(map(is_placeholder, tensors_of(result[1] if self._training else result))):
+            raise _other_way("the loss")
+        output, loss = result
+        self.losses[micro] = loss.detach()
+        if not self._training:
+            self.outputs[micro] = output
+        return [loss]
+
+    def _collect_auxiliary(self, stage: int, micro: int) -> list[Tensor]:
+        found = [value for part in self._own[stage] if (value := part.__dict__.get(AUXILIARY)) is not None]
+        for value in found:
+            self.auxiliary[micro] = self.auxiliary.get(micro, torch.zeros((), device=value.device)) + value.detach()
+        _forget_auxiliary(self._own[stage])
+        return found
+
+    # ---- backward ----
+
+    def backward(
+        self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Part
+    ) -> Mapping[str, Tensor | None]:
+        """From the gradients of what forward returned to those of what it had received.
+
+        B is everything. I leaves gradients of weights for W, as far as they can be deferred.
+        """
+        if part == "W":
+            self._run_deferred(stage, micro)
+            return {}
+        kept = self._running.pop((stage, micro))
+        with self._deferred.get((stage, micro)) or contextlib.nullcontext():
+            kept.backward(gradients, self._weights[micro])
+        _forget_auxiliary(self._own[stage])  # recomputing has set them again
+        if part == "B":
+            self._run_deferred(stage, micro)
+        return {key: leaf.grad for key, leaf in kept.leaves.items()}
+
+    def _run_deferred(self, stage: int, micro: int) -> None:
+        deferred = self._deferred.pop((stage, micro), None)
+        if deferred is not None:
+            deferred.run()
+
+
+class _StagePlan:
+    """What the recording says about one stage."""
+
+    def __init__(self, recording: Recording, stage: int) -> None:
+        self.stage, self.is_last, self.units = stage, stage == recording.stages - 1, recording.units
+        out = [one for one in recording.transfers if one.source == stage]
+        self.sent = tuple(dict.fromkeys(one.key for one in out))
+        self.copied = {one.key for one in out if one.changed_at_source}
+        self.kept = set(recording.kept[stage])
+        self.changed = {one.key for one in recording.transfers if one.target == stage and one.changed_at_target}
+        self._inputs, self._written = recording.inputs[stage], recording.written
+        self.own = {name for name, at in recording.units.items() if at == stage}
+
+    def batch(self, whole: Any) -> Any:
+        """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
+        leaves, structure = tree_flatten(whole)
+        if len(leaves) != len(self._inputs):
+            raise UsageError(
+                f"the batch has {len(leaves)} parts, but had {len(self._inputs)} when stages were cut; give batches of "
+                "one structure"
+            )
+        mine = [
+            leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed)
+            for at, (leaf, needed) in enumerate(zip(leaves, self._inputs, strict=True))
+        ]
+        return tree_unflatten(mine, structure)
+
+    def _leaf(self, at: int, leaf: Tensor, needed: bool) -> Tensor:
+        if not needed:
+            return placeholder(leaf)
+        return leaf.clone() if at in self._written else leaf
+
+
+class _Kept:
+    """What backward of one pass needs."""
+
+    def __init__(self, roots: Mapping[str, Tensor | None], ends: list[Tensor], leaves: Mapping[str, Tensor]) -> None:
+        self._roots, self._ends, self.leaves = roots, ends, leaves
+
+    def backward(self, gradients: Mapping[str, Tensor | None], weight: Tensor | float) -> None:
+        tensors: list[Tensor] = [end * weight for end in self._ends if end.requires_grad]
+        given: list[Tensor | None] = [None] * len(tensors)
+        for key, root in self._roots.items():
+            gradient = gradients.get(key)
+            if root is not None and root.requires_grad and gradient is not None:
+                tensors.append(root)
+                given.append(gradient)
+        self._roots, self._ends = {}, []
+        if tensors:
+            torch.autograd.backward(tensors, given)
+
+
+# ---- one pass ----
+
+T = TypeVar("T")
+
+
+class _Pass:
+    """Answers the calls of units while the user's forward runs for one stage."""
+
+    def __init__(
+        self, plan: _StagePlan, units: Mapping[str, nn.Module], received: Mapping[str, Tensor], outlook: _Outlook
+    ) -> None:
+        self._plan, self._units, self._received, self._outlook = plan, units, received, outlook
+        self._calls: Counter[str] = Counter()
+        self._versions: dict[str, int] = {}
+        self._lent: list[list[Any]] = []  # placeholders of the outlook
+        self.made: dict[str, Tensor] = {}  #: what other stages need
+
+    def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
+        """What ``call`` returns, or None where this stage ends before it does."""
+        try:
+            with listening(self._unit_called), mixing():
+                result: T | None = call(batch)
+        except PassEnded:
+            result = None
+        except Exception as error:
+            if not _about_placeholders(error):
+                raise
+            if not self._is_done():
+                raise _other_way(f"stage {self._plan.stage}") from None
+            result = None  # all that is left is glue of later stages, and it looks at values
+        finally:
+            self._renew_lent()
+        self._refuse_changes()
+        return result
+
+    def _unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage = self._plan.units[name]
+        if module is not self._units[name]:  # a copy of the unit
+            return call_plainly(module, args, kwargs)
+        if stage > self._plan.stage:
+            raise PassEnded
+        prefix = f"{name}#{self._calls[name]}"
+        self._calls[name] += 1
+        if stage < self._plan.stage:
+            return self._foreign(name, prefix, module, args, kwargs)
+        return self._own(name, prefix, call_plainly(module, args, kwargs))
+
+    def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = self._outlook.on(name, module, args, kwargs)
+        self._lent.append(parts.leaves)
+        return parts.together(self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves))
+
+    def _arrived(self, key: str, leaf: Any) -> Any:
+        if key not in self._received:
+            return leaf
+        tensor = self._received[key]
+        return tensor.clone() if key in self._plan.changed else tensor
+
+    def _own(self, name: str, prefix: str, output: Any) -> Any:
+        parts = take_apart(settle(output))
+        if any(map(is_placeholder, parts.leaves)):
+            raise _other_way(f"'{name}'")
+        return parts.together(
+            self._leaving(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
+            for at, leaf in enumerate(parts.leaves)
+        )
+
+    def _leaving(self, key: str, leaf: Tensor) -> Tensor:
+        """What glue of this pass gets: nothing real where only other stages use it."""
+        if key in self._plan.sent:
+            self.made[key] = leaf.clone() if key in self._plan.copied and key in self._plan.kept else leaf
+            self._versions[key] = self.made[key]._version
+        return leaf if key in self._plan.kept else entered(placeholder(leaf))
+
+    def _renew_lent(self) -> None:
+        """Placeholders that glue has changed in place would keep what it has put into them."""
+        for leaves in self._lent:
+            for at, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf._version:
+                    leaves[at] = _renewed(leaf)
+
+    def _is_done(self) -> bool:
+        return all(self._calls[name] for name in self._plan.own) and set(self._plan.sent) <= set(self.made)
+
+    def _refuse_changes(self) -> None:
+        for key, made in self.made.items():
+            if made._version != self._versions[key]:
+                raise UsageError(
+                    f"the forward changes what '{key.rpartition('#')[0]}' returns in place, and did not when stages "
+                    "were cut; change a copy of it"
+                )
+
+
+class _Outlook:
+    """What foreign units return, as placeholders. Asked of each unit once for each kind of input."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Parts] = {}
+
+    def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        given = take_apart((args, kwargs))
+        key = (name, module.training, _surroundings(), given.pattern, *map(_looks, given.leaves))
+        try:
+            if key in self._known:
+                return self._known[key]
+        except TypeError:  # an argument that cannot be compared
+            return self._ask(module, args, kwargs)
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        return self._known.setdefault(key, self._ask(module, args, kwargs))
+
+    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        with torch._C.DisableTorchFunction():  # a deferral must not count this as a use of weights
+            output = take_apart(foretell(module, args, kwargs))
+        # New placeholders, here and among the leaves: those of the pass keep its tensors, by their history.
+        whole = take_apart(output.together(_renewed(leaf) for leaf in output.leaves))
+        return Parts([_renewed(leaf) for leaf in output.leaves], whole.pattern, whole.together)
+
+
+def _renewed(leaf: Any) -> Any:
+    return entered(placeholder(leaf)) if isinstance(leaf, Tensor) else leaf
+
+
+def _surroundings() -> Hashable:
+    precision = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *precision
+
+
+def _looks(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.layout
+    return type(leaf), leaf
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _to_send(root: Tensor) -> Tensor:
+    """Without its history, which would live as long as the message."""
+    return root.detach().requires_grad_(root.requires_grad)
+
+
+def _forget_auxiliary(parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        if part.__dict__.get(AUXILIARY) is not None:
+            part.__dict__[AUXILIARY] = None
+
+
+def _about_placeholders(error: Exception) -> bool:
+    """Whether torch says that an operation needs the values of a placeholder."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def _other_way(what: str) -> UsageError:
+    return UsageError(
+        f"{what} needs a value that it did not need when stages were cut: the forward takes another way now; decide "
+        "inside a module with a stage, or cut the stages with a batch that goes this way"
+    )

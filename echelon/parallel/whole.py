@@ -1,0 +1,56 @@
+"""The whole model again, from the parts that ranks hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.parallel.collective import gather_json
+from echelon.parallel.holdings import Holdings
+from echelon.parallel.layout import Layout, Part
+
+
+@torch.no_grad()
+def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by name, whole, in host memory, on every rank. All ranks call it."""
+    mine = holdings.tensors()
+    if control is None or not in_parts:
+        return {name: _plain(value).cpu().clone() for name, value in mine.items()}
+    offers = gather_json({name: _facts(value) for name, value in mine.items() if name in holdings.speaks}, control)
+    merged: dict[str, Any] = {name: facts for offer in reversed(offers) for name, facts in offer.items()}
+    return {name: _assembled(name, facts, mine, holdings, control) for name, facts in sorted(merged.items())}
+
+
+def _assembled(
+    name: str, facts: list[Any], mine: dict[str, Tensor | Part], holdings: Holdings, control: dist.ProcessGroup
+) -> Tensor:
+    """Each piece comes from one rank, zeros from the others: added as bytes, so that every type comes through."""
+    shape, dtype = tuple(facts[0]), getattr(torch, facts[1])
+    whole = torch.zeros(shape, dtype=dtype)
+    if name in holdings.speaks:
+        value = mine[name]
+        part = value if isinstance(value, Part) else Part(value, Layout(shape))
+        local = part.tensor.cpu()
+        for box in part.layout.boxes():
+            target = whole
+            for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                target = target.narrow(dim, begin, size)
+            target.copy_(box.of(local))
+    if math.prod(shape):
+        raw = whole.reshape(-1).view(torch.uint8)
+        dist.all_reduce(raw, group=control)
+        whole = raw.view(dtype).reshape(shape)
+    return whole
+
+
+def _facts(value: Tensor | Part) -> list[Any]:
+    shape = value.layout.shape if isinstance(value, Part) else tuple(value.shape)
+    return [list(shape), str(_plain(value).dtype).removeprefix("torch.")]
+
+
+def _plain(value: Tensor | Part) -> Tensor:
+    return value.tensor if isinstance(value, Part) else value
