@@ -3,7 +3,7 @@
     python benchmarks/bubbles.py [--ranks 2 4 8] [--micro-batches 8] [--rounds 3] [--out results.json]
 
 A stage sleeps for 150 ms forward and 300 ms backward (150 and 150 in two parts), in two halves where two stages share
-a rank, and sends 64 KB to the next one over Gloo. The bubble is the time from the first action's begin to the last one's
+a rank, and sends 64 KB to the next one over Gloo. The bubble is the time from the first action's begin to the last's
 end, less the time the busiest rank was in its stages. Schedules take turns, round by round; figures are medians over
 rounds. As root, workers run before everything else on the machine, so that a sleeper is woken when it is due.
 Theory, for p ranks: (p - 1)(f + b), interleaved in v stages a rank (p - 1)(f + b) / v, zero-bubble (p - 1)(f + i - w).

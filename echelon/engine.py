@@ -73,10 +73,9 @@ class Engine:
         self._notices = replaced_decay(plan, optimizers)
         self._parts: Parts | None = None  # until ``assemble``
         self._replica = self._grid.index(*plan.data_axes)
+        self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
         # Of all ranks that work on one batch, one speaks for it.
-        self._speaks = self._grid.at["stage"] == self._grid.size("stage") - 1 and (
-            plan.spread or self._grid.at["split"] == 0
-        )
+        self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
         self._checkpoint = checkpoint
         self._keeper = Keeper(world, self._replica, plan.replicas, schedulers, checkpoint)
         self._pending: Path | None = None  # a checkpoint to load once the model is assembled
@@ -283,7 +282,7 @@ class Engine:
         return tally
 
     def _staged_step(self, inputs: Any, count: float, staged: Staged | MicroBatches) -> StagedTally:
-        tally = StagedTally(count, self._speaks, self.plan.reduce_op, self._together, self.world.device)
+        tally = StagedTally(count, self._is_last, self.plan.reduce_op, self._together, self.world.device)
 
         def train(weight: Tensor | float) -> None:
             tally.close(staged.train(inputs, weight))

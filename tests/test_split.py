@@ -528,7 +528,11 @@ def inference() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 4, 10, batch_first=True)
     padding = masked((7, 5))
-    for marks in ({"": S()}, {"layers.0": S(sequence=True), "layers.1.self_attn": S(), "layers.1.linear1": S()}):
+    for marks in (
+        {"": S()},
+        {"layers.0.self_attn": S(), "layers.1.linear1": S(), "layers.1.linear2": S(how="row")},
+        {"layers.0": S(sequence=True), "layers.1.self_attn": S()},
+    ):
         reference = nn.TransformerEncoder(layer, 2)
         ours = copy.deepcopy(reference)
         apply_split(ours, marks, axis_of(world))

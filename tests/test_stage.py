@@ -303,9 +303,10 @@ def test_glue_parameters_of_two_stages() -> None:
     assert_same_step(staged, model, F.mse_loss, regression())
 
 
-def test_changes_in_place() -> None:
+@pytest.mark.parametrize("b", [0, 1])
+def test_changes_in_place(b: int) -> None:
     model, batches = InPlace(), regression()
-    staged = Staged(model, F.mse_loss, batches[0], {"a": 0, "b": 1, "c": 2})
+    staged = Staged(model, F.mse_loss, batches[0], {"a": 0, "b": b, "c": b + 1})
     assert staged.recording.written == (0,)
     assert_same_step(staged, model, F.mse_loss, copy.deepcopy(batches))
 
@@ -513,7 +514,7 @@ def test_placeholders_keep_nothing_that_is_written_into_them() -> None:
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x)
             k = self.b(x)
-            h += k  # and nobody uses it
+            h *= k  # and nobody uses it
             return self.c(k)
 
     model = Wasteful()

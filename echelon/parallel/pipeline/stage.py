@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.errors import UsageError
+from echelon.parallel.split.spread import whole
 from echelon.plan.foretell import entered, foretell, is_placeholder, mixing, placeholder
 from echelon.plan.leaves import Parts, take_apart, tensors_of
 from echelon.plan.listen import call_plainly, listening, make_heard
@@ -40,9 +41,7 @@ class PassEnded(BaseException):
     """The first module of a later stage was called. Not an Exception: user code that catches those must let it pass."""
 
 
-def settle(value: Any) -> Any:
-    """What leaves a unit, as plain tensors. Lazily gathered ones are gathered here."""
-    return value
+Seen = dict[str, Parts]  # by call of a unit, what it returned, as placeholders
 
 
 class StageRunner:
@@ -66,6 +65,7 @@ class StageRunner:
             for stage in stages
         }
         self._outlook = _Outlook()
+        self._seen: dict[int, Seen] = {}
         self._running: dict[tuple[int, int], _Kept] = {}
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._batches: Sequence[Any] = ()
@@ -84,6 +84,8 @@ class StageRunner:
         """A step: ``weights`` multiply each micro-batch's loss before backward."""
         self._batches, self._weights, self._training = micro_batches, weights, training
         self._running.clear()  # a step that was given up
+        # Where several stages live here, one need not ask what another's units return: it has seen it.
+        self._seen = {micro: {} for micro in range(len(micro_batches))} if len(self._plans) > 1 else {}
         self._deferred.clear()
         self.losses, self.auxiliary, self.outputs = {}, {}, {}
 
@@ -97,7 +99,7 @@ class StageRunner:
         plan = self._plans[stage]
         _forget_auxiliary(self._own[stage])
         leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
-        running = _Pass(plan, self._units, leaves, self._outlook)
+        running = _Pass(plan, self._units, leaves, self._outlook, self._seen.get(micro))
         deferred = self._defer() if self._defer and self._training else None
         with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
             result = running.run(self._call, plan.batch(self._batches[micro]))
@@ -214,9 +216,14 @@ class _Pass:
     """Answers the calls of units while the user's forward runs for one stage."""
 
     def __init__(
-        self, plan: _StagePlan, units: Mapping[str, nn.Module], received: Mapping[str, Tensor], outlook: _Outlook
+        self,
+        plan: _StagePlan,
+        units: Mapping[str, nn.Module],
+        received: Mapping[str, Tensor],
+        outlook: _Outlook,
+        seen: Seen | None,
     ) -> None:
-        self._plan, self._units, self._received, self._outlook = plan, units, received, outlook
+        self._plan, self._units, self._received, self._outlook, self._seen = plan, units, received, outlook, seen
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
         self._lent: list[list[Any]] = []  # placeholders of the outlook
@@ -253,7 +260,8 @@ class _Pass:
         return self._own(name, prefix, call_plainly(module, args, kwargs))
 
     def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts = self._outlook.on(name, module, args, kwargs)
+        known = self._seen.get(prefix) if self._seen is not None else None
+        parts = known or self._outlook.on(name, module, args, kwargs)
         self._lent.append(parts.leaves)
         return parts.together(self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves))
 
@@ -264,9 +272,11 @@ class _Pass:
         return tensor.clone() if key in self._plan.changed else tensor
 
     def _own(self, name: str, prefix: str, output: Any) -> Any:
-        parts = take_apart(settle(output))
+        parts = take_apart(whole(output))  # a tensor that is split over ranks is gathered where a unit ends
         if any(map(is_placeholder, parts.leaves)):
             raise _other_way(f"'{name}'")
+        if self._seen is not None:
+            self._seen[prefix] = _bare(parts)
         return parts.together(
             self._leaving(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
             for at, leaf in enumerate(parts.leaves)
@@ -318,14 +328,18 @@ class _Outlook:
 
     def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
         with torch._C.DisableTorchFunction():  # a deferral must not count this as a use of weights
-            output = take_apart(foretell(module, args, kwargs))
-        # New placeholders, here and among the leaves: those of the pass keep its tensors, by their history.
-        whole = take_apart(output.together(_renewed(leaf) for leaf in output.leaves))
-        return Parts([_renewed(leaf) for leaf in output.leaves], whole.pattern, whole.together)
+            return _bare(take_apart(foretell(module, args, kwargs)))
 
 
-def _renewed(leaf: Any) -> Any:
-    return entered(placeholder(leaf)) if isinstance(leaf, Tensor) else leaf
+def _bare(output: Parts) -> Parts:
+    """The same with placeholders of its own: tensors of a pass would live on in them, by their history."""
+    again = take_apart(output.together(placeholder(x) if isinstance(x, Tensor) else x for x in output.leaves))
+    lent = [_renewed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
+    return Parts(lent, again.pattern, again.together)
+
+
+def _renewed(leaf: Tensor) -> Tensor:
+    return entered(placeholder(leaf))
 
 
 def _surroundings() -> Hashable:

@@ -54,13 +54,16 @@ def _wants_gradient(x: Spread) -> bool:
 
 @torch.no_grad()
 def _largest(x: Spread, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest along the cut, largest first, of equal ones the first; in spread mode of this rank's rows."""
+    """The k largest along the cut, largest first; in spread mode of this rank's rows.
+
+    As torch has it: of several largest the first is chosen, but which of equal ones are among k is open.
+    """
     values, indices = _candidates(x, k)
     if x.axis.group is not None:
         # Doubles hold every float and every index: one message.
         both = all_gather(torch.stack([values.double(), indices.double()]), x.axis.group)
         values, indices = both[:, 0].movedim(0, -2).flatten(-2), both[:, 1].movedim(0, -2).flatten(-2)
-    # Ranks hold classes in ascending order and each hands in its candidates in that order where they are equal.
+    # Ranks hold classes in ascending order, and a stable sort leaves equal ones in theirs.
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     values, indices = values.gather(-1, order).to(x.dtype), indices.gather(-1, order).long()
     values, indices = values.movedim(-1, x.along), indices.movedim(-1, x.along)
@@ -73,20 +76,18 @@ def _candidates(x: Spread, k: int) -> tuple[Tensor, Tensor]:
     """This rank's k largest, last dimension, filled up with the smallest there is where it has fewer columns."""
     local = x.local.movedim(x.along, -1)
     missing = max(0, k - local.shape[-1])
-    values, indices = _ordered_topk(local, k - missing)
+    values, indices = _top(local, k - missing)
     indices = indices + sum(x.sizes[: x.axis.rank])
     filler = (*local.shape[:-1], missing)
     values = torch.cat([values, values.new_full(filler, -torch.inf)], -1)
     return values, torch.cat([indices, indices.new_full(filler, sum(x.sizes) - 1)], -1)
 
 
-def _ordered_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 0:
         return x[..., :0], x[..., :0].long()
     if k == 1:
         indices = x.argmax(-1, keepdim=True)
         return x.gather(-1, indices), indices
-    indices = x.topk(k, dim=-1).indices.sort(-1).values
-    values = x.gather(-1, indices)
-    order = values.sort(dim=-1, descending=True, stable=True).indices
-    return values.gather(-1, order), indices.gather(-1, order)
+    values, indices = x.topk(k, dim=-1)
+    return values, indices
