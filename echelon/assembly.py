@@ -96,7 +96,7 @@ def assemble(
     carriers = _carriers(plan, grid)
     shards = _shard(world, plan, model, parameters, applied, given, grid)
     held = dict(parameters) | (shards.shards if shards else {})
-    counted = {name for name in held if _counts(plan, name, grid, applied)}
+    counted = {name for name in held if _counts(plan, name, grid, applied, shards)}
     holdings = Holdings(
         model=model,
         parameters=held,
@@ -109,16 +109,16 @@ def assemble(
     )
     peers = make_peers(plan, world, groups) if plan.dgc else None
     optimizers = successors(plan, given, held, peers)
-    add_up_norms(optimizers, holdings, set(applied.layouts), shards is not None, grid)
+    add_up_norms(optimizers, holdings, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
     scaler = Scaler(plan.amp)
     local = LocalSteps(plan, model, optimizers, scaler, carriers[("replicate",)][0]) if plan.local else None
     census = _census(plan, holdings, grid, alone=local is not None)
     reducers: dict[str, Reduces] = {}
     sums: list[AddsUp] = [Ties(plan, grid, held)] if plan.stages else []
     if shards is not None:
-        from echelon.parallel.sharded import ShardedReducer, SplitSums
+        from echelon.parallel.sharded import SplitSums
 
-        reducers = {key: ShardedReducer(plan, key, shards) for key in optimizers}
+        reducers = {key: shards.reducer(key) for key in optimizers}
         sums += [SplitSums(plan, shards, grid)] if grid.size("split") > 1 else []
     elif any(carriers.values()) and local is None:
         within = peers.within if peers else None
@@ -236,8 +236,7 @@ def _shard(
     given: Optimizers,
     grid: Grid,
 ) -> Shards | None:
-    group = grid.group("replicate")
-    if plan.shard is None or group is None:
+    if plan.shard is None:
         return None
     from echelon.parallel.shard import Shards
 
@@ -248,11 +247,12 @@ def _shard(
         parameters,
         {name: applied.layouts.get(name) or Layout(tuple(p.shape)) for name, p in parameters.items()},
         given,
-        group,
+        grid.group("replicate"),
         buckets,
         plan.shard.level,
         plan.shard.offload,
         world.device,
+        gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
     )
 
 
@@ -263,13 +263,9 @@ def _leads(plan: Plan, name: str, grid: Grid) -> bool:
     return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
 
 
-def _counts(plan: Plan, name: str, grid: Grid, applied: Cut) -> bool:
-    own_shard = plan.shard is not None
-    return (
-        _leads(plan, name, grid)
-        and (grid.at["replicate"] == 0 or own_shard)
-        and (grid.at["split"] == 0 or name in applied.layouts)
-    )
+def _counts(plan: Plan, name: str, grid: Grid, applied: Cut, shards: Shards | None) -> bool:
+    first_or_own = grid.at["replicate"] == 0 if shards is None or name not in shards.counts else shards.counts[name]
+    return _leads(plan, name, grid) and first_or_own and (grid.at["split"] == 0 or name in applied.layouts)
 
 
 def _spoken_buffers(plan: Plan, model: nn.Module, grid: Grid) -> set[str]:

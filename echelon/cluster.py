@@ -12,6 +12,7 @@ slice fixes it: ``slice_size / stages``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -185,9 +186,9 @@ def _row(
     name: str, stage: int | None, how: str, mesh: Mapping[str, int], order: Sequence[int], ranks_per_host: int
 ) -> Row:
     copies: list[list[int]] = [[] for _ in range(mesh.get("replicate", 1))]
-    for rank in order:
+    for rank in order or range(math.prod(mesh.values())):
         at = coordinates(mesh, order, rank)
-        if stage is None or at["stage"] == stage:
+        if stage is None or at["stage"] == stage % mesh.get("stage", 1):
             copies[at["replicate"]].append(rank)
     devices = [" ".join(_device(rank, ranks_per_host) for rank in ranks) for ranks in copies]
     return name, " | ".join(" ".join(map(str, ranks)) for ranks in copies), " | ".join(devices), how

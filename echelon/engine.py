@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -19,12 +20,14 @@ from torch.utils.data import Dataset
 
 from echelon.annotate import Marks
 from echelon.assembly import Parts, assemble
+from echelon.cluster import placement_table
 from echelon.data import Loader
 from echelon.errors import DataError, EchelonError, LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
 from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.launch.worker import caused_by_peer
 from echelon.objective import LossFunction, Objective, as_batch, count_samples, scalar
+from echelon.parallel.agree import agree_on_batch
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
@@ -79,6 +82,7 @@ class Engine:
         self._checkpoint = checkpoint
         self._keeper = Keeper(world, self._replica, plan.replicas, schedulers, checkpoint)
         self._pending: Path | None = None  # a checkpoint to load once the model is assembled
+        self._log = log
         self._watch = Watch(log, world.device, world.rank)
         self._clock = self._watch.clock
         self._owned = len(_parameters_of(optimizers))
@@ -94,7 +98,15 @@ class Engine:
         if self._groups is None:
             raise UsageError("the engine is closed and trains no more; call distribute() for another")
         parts = assemble(
-            self.world, self._groups, self._grid, self.model, self._objective, self._given, self.plan, self._marks, batch
+            self.world,
+            self._groups,
+            self._grid,
+            self.model,
+            self._objective,
+            self._given,
+            self.plan,
+            self._marks,
+            batch,
         )
         self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
         self._gradients, self._scaler, self._local = parts.gradients, parts.scaler, parts.local
@@ -102,7 +114,10 @@ class Engine:
         axes = (*self.plan.data_axes, *(["stage"] if self.plan.stages else []))
         self._group = self._grid.group(*axes)  # who knows of one global loss
         self._together = None if self._local else self._group  # who shares every step
+        self._shared_axes = tuple(axis for axis in ("stage", "split") if axis not in self.plan.data_axes)
+        self._partners = self._grid.control(*self._shared_axes) if self.plan.in_parts else None
         self._keeper.takes(parts)
+        self._show_placement()
         if self._pending is not None:
             self._restore(self._pending)
 
@@ -121,6 +136,7 @@ class Engine:
             inputs = as_batch(batch, named, self.world.device)
             count = self._count(inputs, samples)
             parts = self._assembled(inputs)
+            self._compare_batches(inputs)
             with idle(count == 0):
                 tally = self._staged_step(inputs, count, parts.staged) if parts.staged else self._step(inputs, count)
             self._note_loss(tally)
@@ -270,6 +286,12 @@ class Engine:
         assert self._parts is not None
         return self._parts
 
+    def _compare_batches(self, inputs: Any) -> None:
+        """Once, in the first step: ranks that work on one batch together must have been given the same."""
+        if self._partners is not None:
+            group, self._partners = self._partners, None
+            agree_on_batch(inputs, group, self._grid.ranks(*self._shared_axes))
+
     def _step(self, inputs: Any, count: float) -> Tally:
         loss = self._loss(inputs)
         self._clock.lap("forward")
@@ -398,14 +420,17 @@ class Engine:
         return f"step {self.steps + 1}, rank {self.world.rank}"
 
     def _judge(self, batch: Any) -> list[Judged]:
-        """Output and loss of a batch, from the rank that speaks for it; of a pipeline, micro-batch by micro-batch."""
+        """Output and loss of a batch; of a pipeline, micro-batch by micro-batch, where the last stage is.
+
+        It counts on the rank that speaks for it. Others have it too, since metrics of split outputs take all of them.
+        """
         parts = self._assembled(batch)
         with self._explained():
             if parts.staged is not None:
                 judged = parts.staged.evaluate(batch)
             else:
                 judged = [Judged(batch, *self._objective(batch), count_samples(batch))]
-        return judged if self._speaks else []
+        return judged if self._speaks else [each._replace(samples=0) for each in judged]
 
     @property
     def loss_scale(self) -> float:
@@ -443,6 +468,14 @@ class Engine:
         left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in owned]
         if left:
             self.say(f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ...")
+
+    def _show_placement(self) -> None:
+        if self._log.placement:
+            units = self.plan.stages.units if self.plan.stages else {}
+            marks = dataclasses.replace(self._marks, units=units)
+            here = self.world.place.local_world_size
+            for line in placement_table(marks, self.plan.mesh, self.plan.order, here):
+                self.say(line)
 
     def _make_loader(self, dataset: Any, **options: Any) -> Loader:
         return Loader(

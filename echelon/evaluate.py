@@ -50,7 +50,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean of the loss and of each metric over all samples of all ranks.
 
-    ``judge`` runs a batch; of several ranks that work on one, it returns something on one of them only.
+    ``judge`` runs a batch; of several ranks that work on one, it has ``samples`` on one of them only.
 
     A metric is ``metric(output, target)`` and returns one value a sample, or their mean. ``taken()`` says how many
     samples of the batch just handed out count (0 for a stand-in).
@@ -61,10 +61,10 @@ def evaluate(
         for item in batches:
             batch = as_batch((item,), {}, world.device)
             share = taken()
-            counts = share != 0
             for judged in judge(batch):
-                if counts:
-                    sums += _weighted(judged, chosen)
+                values = _weighted(judged, chosen)  # also where it counts for nothing: metrics may ask other ranks
+                if share != 0 and judged.samples:
+                    sums += values
     if world.size > 1:
         dist.all_reduce(sums)
     if not sums[0]:

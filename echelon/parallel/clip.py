@@ -45,7 +45,10 @@ class Census:
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, census: Census | None = None, device: torch.device | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    census: Census | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm they had."""
     held = [p for p in parameters if p.grad is not None]

@@ -17,18 +17,18 @@ def add_up_norms(
     optimizers: Mapping[str, torch.optim.Optimizer],
     holdings: Holdings,
     cut: Collection[str],
-    sharded: bool,
+    sharded: Collection[str],
     grid: Grid,
 ) -> None:
     """LARS and LAMB go by the norms of whole parameters: let them add up those of the parts."""
     names = holdings.names
-    axes = [("split", grid.group("split")) if cut else None, ("replicate", grid.group("replicate")) if sharded else None]
-    groups = [(axis, group) for axis, group in filter(None, axes) if group is not None]
+    shared_out = {name for name in sharded if not holdings.layouts[name].is_whole}  # what cannot be cut is on all ranks
+    axes = [(cut, grid.group("split")) if cut else None, (shared_out, grid.group("replicate")) if sharded else None]
+    groups = [(parts, group) for parts, group in filter(None, axes) if group is not None]
 
     def add_up(parameters: list[Tensor], squares: Tensor) -> Tensor:
-        for axis, group in groups:
-            parted = torch.tensor([axis == "replicate" or names[id(p)] in cut for p in parameters])
-            parted = parted.to(squares.device)
+        for parts, group in groups:
+            parted = torch.tensor([names[id(p)] in parts for p in parameters], device=squares.device)
             total = start_small_sum(torch.where(parted, squares, torch.zeros_like(squares)), group)()
             squares = torch.where(parted, total, squares)
         return squares

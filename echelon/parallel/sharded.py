@@ -8,26 +8,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.parallel.grid import Grid
-from echelon.parallel.reduce import Passes, once
 from echelon.parallel.shard import Shards
 from echelon.plan import Plan
-
-
-class ShardedReducer:
-    """Scatters the gradients of one optimizer over replicas."""
-
-    def __init__(self, plan: Plan, optimizer: str, shards: Shards) -> None:
-        self._scatter = shards.reducer(optimizer)
-        self._staged = plan.pipeline is not None
-
-    def arm(self, compressing: bool = False, passes: Passes = once) -> None:
-        if not self._staged:  # with micro-batches, gradients are complete only when all have passed
-            self._scatter.arm(compressing)
-
-    def finish(self) -> None:
-        if self._staged:
-            self._scatter.arm(False)
-        self._scatter.finish()
 
 
 class SplitSums:

@@ -57,7 +57,13 @@ class StagedTally:
     """
 
     def __init__(self, samples: float, speaks: bool, op: str, group: dist.ProcessGroup | None, device: torch.device):
-        self._alone, self._own, self._sum, self._group, self._speaks = group is None, samples, op == "sum", group, speaks
+        self._alone, self._own, self._sum, self._group, self._speaks = (
+            group is None,
+            samples,
+            op == "sum",
+            group,
+            speaks,
+        )
         self.local = torch.zeros((), device=device)
         self._total: Tensor | None = None
         if group is not None:

@@ -6,7 +6,9 @@ from echelon.errors import UsageError
 from echelon.marks import Pipeline
 
 
-def find_axes(stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int) -> dict[str, int]:
+def find_axes(
+    stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int
+) -> dict[str, int]:
     """Sizes of the axes. One copy of the model takes ``slice_size`` ranks; without a word about it, splits take all.
 
     On one rank everything runs in one process: the same numbers, nothing cut.

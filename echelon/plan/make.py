@@ -11,6 +11,7 @@ from torch import nn
 
 from echelon.annotate import Marks
 from echelon.errors import UsageError
+from echelon.marks import Replicate, Split
 from echelon.optim.exclusion import excluded_names
 from echelon.plan.axes import find_axes
 from echelon.plan.plan import Bucket, Parameter, Plan, numel
@@ -51,7 +52,7 @@ def make_plan(
 
     Where parts of it are cut or staged, ``complete`` adds the buckets once it is known which.
     """
-    marks = marks or UNMARKED
+    marks = _with_default(model, marks or UNMARKED)
     refuse_conflicts(strategy, _implied(marks))
     sparse = sparse_names(model)
     named = dict(model.named_parameters())
@@ -67,9 +68,9 @@ def make_plan(
         model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
         buckets=(),
         splits=marks.splits if mesh.get("split", 1) > 1 else {},
-        spread=bool(marks.replicates) and mesh.get("split", 1) > 1,
+        spread=(bool(marks.replicates) or isinstance(marks.default, Replicate)) and mesh.get("split", 1) > 1,
         pipeline=marks.pipeline,
-        shard=strategy.part(Shard) if mesh["replicate"] > 1 else None,
+        shard=_shard(strategy.part(Shard), mesh["replicate"]),
         ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
         communicators=strategy.reduction.communicators,
         reduce_op=strategy.reduction.op,
@@ -125,6 +126,11 @@ def owned_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer
     return {key: _owned_names(key, optimizer, names) for key, optimizer in optimizers.items()}
 
 
+def _shard(asked: Shard | None, replicas: int) -> Shard | None:
+    """One replica has nobody to share with; it can still move things to host memory."""
+    return asked if asked is not None and (replicas > 1 or asked.offload is not None) else None
+
+
 def _implied(marks: Marks) -> list[str]:
     return [name for name, there in (("split", marks.splits), ("pipeline", marks.pipeline)) if there]
 
@@ -133,6 +139,28 @@ def _stages(marks: Marks) -> int:
     if marks.units:
         return max(marks.units.values()) + 1
     return (marks.pipeline.stages or 1) if marks.pipeline else 1
+
+
+def _with_default(model: nn.Module, marks: Marks) -> Marks:
+    """Where unmarked parts count as split: the top-most modules that can be, apart from what is marked otherwise."""
+    if not isinstance(marks.default, Split):
+        return marks
+    from echelon.parallel.split import why_not
+
+    kept = set(marks.splits) | set(marks.replicates)
+    found = dict(marks.splits)
+
+    def walk(name: str, module: nn.Module) -> None:
+        if name in kept:
+            return
+        if name and why_not(module) is None:
+            found[name] = marks.default  # type: ignore[assignment]
+            return
+        for child_name, child in module.named_children():
+            walk(f"{name}.{child_name}" if name else child_name, child)
+
+    walk("", model)
+    return dataclasses.replace(marks, splits=found)
 
 
 def _order(cluster: Cluster | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ class Log:
     console:     False keeps the console silent
     progress:    a live bar; by default only when the console is a terminal
     tensorboard: write TensorBoard event files too
+    placement:   print which module is on which devices (``log_device_placement``)
     """
 
     every: int = 10
@@ -22,6 +23,7 @@ class Log:
     console: bool = True
     progress: bool | None = None
     tensorboard: bool = False
+    placement: bool = False
 
     def __post_init__(self) -> None:
         require(self.every >= 1, self, "every", "1 or more")

@@ -118,11 +118,9 @@ class Staged:
         self._runner.begin([m.batch for m in micros], [m.part for m in micros], training=False)
         self._run(self._judging, micros)
         losses, outputs = self._runner.losses, self._runner.outputs
-        return [
-            Judged(micro.batch, outputs[i], losses[i], micro.rows)
-            for i, micro in enumerate(micros)
-            if self._last and micro.rows
-        ]
+        if not self._last:
+            return []
+        return [Judged(micro.batch, outputs[i], losses[i], micro.rows) for i, micro in enumerate(micros)]
 
     def _run(self, schedule: Schedule, micros: Sequence[Micro]) -> None:
         signatures = [_signature(micro.batch) for micro in micros]
