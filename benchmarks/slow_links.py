@@ -57,13 +57,15 @@ class ContenderFailed(Exception):
 class Contender:
     """One process on each host, which trains only while it is this contender's turn."""
 
+    worker = "slow_links_worker.py"
+
     def __init__(self, network: Network, name: str, model: str, port: int, python: str) -> None:
         self.name = name
         self.losses: list[float] = []
         self.seconds: dict[str, list[float]] = {}  # by rate, one figure a round
         self.sent: dict[str, float] = {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the processes
-        command = [python, "-u", "-W", "ignore", str(HERE / "slow_links_worker.py"), name, model]
+        command = [python, "-u", "-W", "ignore", str(HERE / self.worker), name, model]
         self._processes = [
             network.start(host, command, _environment(network, host, port), self._log)
             for host in range(len(network.addresses))
@@ -82,6 +84,9 @@ class Contender:
             process.stdin.write(json.dumps({"warm_up": warm_up, "steps": steps}).encode() + b"\n")
         answers = self._answers(limit=600)
         self._signal(signal.SIGSTOP)
+        self._note(rate, steps, answers)
+
+    def _note(self, rate: str, steps: int, answers: list[dict[str, Any]]) -> None:
         self.seconds.setdefault(rate, []).append(max(sum(answer["seconds"]) for answer in answers) / steps)
         self.sent[rate] = statistics.mean(answer["sent"] for answer in answers) / steps
         self.losses += [statistics.mean(each) for each in zip(*(answer["losses"] for answer in answers), strict=True)]

@@ -33,10 +33,12 @@ class Contender:
     barrier: Callable[[], object]
 
 
-def hand_written(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+def hand_written(
+    forward: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor, Tensor], Tensor] = _loss
+) -> Callable[[Tensor, Tensor], Tensor]:
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = _loss(forward(x), y)
+        loss = loss_of(forward(x), y)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -179,11 +181,11 @@ def main() -> None:
     contender = CONTENDERS[sys.argv[1]](work)
     print(json.dumps({"parameters": parameters}), file=answers)
     for line in sys.stdin:
-        print(json.dumps(_turn(contender, data, **json.loads(line))), file=answers)
+        print(json.dumps(turn(contender, data, **json.loads(line))), file=answers)
     os._exit(0)  # the others may be gone already: nothing to say goodbye to
 
 
-def _turn(contender: Contender, data: Any, warm_up: int, steps: int) -> dict[str, object]:
+def turn(contender: Contender, data: Any, warm_up: int, steps: int) -> dict[str, object]:
     losses = [contender.step(*next(data)) for _ in range(warm_up)]
     contender.barrier()
     seconds, before = [], bytes_sent()

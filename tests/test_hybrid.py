@@ -15,7 +15,7 @@ def _chosen() -> list[Case]:
     models, options = list(MODELS), list(OPTIONS)
     chosen: list[Case] = []
     for i, layout in enumerate(LAYOUTS):
-        most = 1 if LAYOUTS[layout].ranks > 4 else 2  # noqa: PLR2004
+        most = 1 if LAYOUTS[layout].ranks > 4 else 2
         turns = [Case(models[(i + k) % 4], layout, options[(i + 2 * k) % 5]) for k in range(20)]
         chosen += [case for case in dict.fromkeys(turns) if case in sensible][:most]
     return chosen

@@ -32,9 +32,10 @@ from echelon.strategy import (
     Outer,
     Recompute,
     Reduction,
+    Shard,
     Strategy,
 )
-from echelon.strategy.combine import TABLE, Change, Conflict, verdicts
+from echelon.strategy.combine import TABLE, Change, Conflict, refuse_conflicts, verdicts
 from echelon.strategy.command import explain_words
 from echelon.strict import build, strict
 
@@ -50,6 +51,7 @@ ON = {
     "dgc": {"dgc": True},
     "localsgd": {"localsgd": True},
     "adaptive_localsgd": {"adaptive_localsgd": True},
+    "shard": {"shard": True},
     "gradient_merge": {"gradient_merge": 4},
     "fp16_allreduce": {"fp16_allreduce": True},
     "clip": {"clip": 1.0},
@@ -58,6 +60,7 @@ ON = {
     "reduction": {"reduction": Reduction(bucket_mb=5.0)},
     "reduction.op=sum": {"reduction": Reduction(op="sum")},
 }
+MARKS = ("split", "pipeline")  # not options: the marks on a model imply them
 PAIRS = [pair for pair in itertools.combinations(ON, 2) if not ON[pair[0]].keys() & ON[pair[1]].keys()]
 
 
@@ -72,7 +75,7 @@ def test_the_table_knows_every_strategy_and_no_other() -> None:
     options = {field.name for field in dataclasses.fields(Strategy)}
     assert {name for name in ON if "=" not in name} == options
     for first, second in TABLE:
-        assert {first, second} <= ON.keys()
+        assert {first, second} <= {*ON, *MARKS}
         assert (second, first) not in TABLE
         assert first != second
 
@@ -91,6 +94,18 @@ def test_every_pair_is_accepted_or_refused_as_the_table_says(first: str, second:
         found = dict(verdicts(Strategy(**ON[first], **ON[second])))
         found = {pair: verdict for pair, verdict in found.items() if {first, second} == set(pair)}
         assert list(found.values()) == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("name", [name for name in ON if name != "reduction"])
+def test_marks_on_a_model_are_in_the_table_too(name: str, mark: str) -> None:
+    expected, strategy = verdict_on(name, mark), Strategy(**ON[name])  # type: ignore[arg-type]
+    if expected is None:
+        refuse_conflicts(strategy, [mark])
+        return
+    assert isinstance(expected, Conflict)
+    with pytest.raises(UsageError, match=f"^{name} and {mark} do not combine: {expected.why}; {expected.do}$"):
+        refuse_conflicts(strategy, [mark])
 
 
 def test_switched_off_options_have_no_part_in_it() -> None:
@@ -143,6 +158,8 @@ OTHERS = [
     Strategy(lamb=Lamb(eps=1e-8), lr_scaling=LrScaling(warmup_steps=0)),
     Strategy(adaptive_localsgd=AdaptiveLocalSgd(rule="fleet", average_momentum=True)),
     Strategy(sync_batch_norm=True),
+    Strategy(shard=2),
+    Strategy(shard=Shard(level=1, offload="optimizer")),
 ]
 
 
@@ -331,7 +348,7 @@ def test_printing_shows_what_is_on_one_line_each_and_marks_what_was_set() -> Non
     assert rows["clip"].endswith(" 1*")
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
-        "recompute, lars, lamb, dgc, adaptive_localsgd, gradient_merge, fp16_allreduce, lr_scaling"
+        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, gradient_merge, fp16_allreduce, lr_scaling"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 
@@ -360,6 +377,12 @@ def test_the_order_within_a_step() -> None:
     alone = order_of(Strategy(**everything, localsgd=True))
     assert alone == [*first, "unscale", "clip", "update", "average"]
     assert order_of(Strategy(localsgd=True), ranks=1) == ["forward", "backward", "update"]
+    assert order_of(Strategy(shard=3), ranks=1) == ["forward", "backward", "update"]
+    once = order_of(Strategy(**everything, shard=1, lamb=True))
+    assert once == [*first, "scatter", "unscale", "clip", "update", "gather"]
+    often = [*first[:-1], "scatter", "merge", "unscale", "clip", "update"]
+    assert order_of(Strategy(**everything, shard=2)) == [*often, "gather"]
+    assert order_of(Strategy(**everything, shard=3)) == ["fetch", *often]
 
 
 def network() -> nn.Module:
@@ -415,6 +438,42 @@ def test_bytes_sent_between_and_inside_hosts() -> None:
     assert found["largest entries between hosts, by one rank a host"] == pytest.approx(60 * 6, rel=5e-3)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_sent_by_replicas_that_share_out(ranks: int) -> None:
+    """Scattering and gathering are the two halves of an all-reduce; frozen weights are gathered, but have no gradient."""
+    close = {"rel": 5e-3}
+    half = ring(NUMELS, ranks) / 2
+    everything = half + ring([100_000, 1000], ranks) / 2
+    for level in (1, 2):
+        found = sent(ranks, shard=level)
+        assert found["in all"] == pytest.approx(ring(NUMELS, ranks), **close)
+        assert found["gradients, scattered"] == found["weights, gathered after the update"]
+    assert sent(ranks, shard=1, gradient_merge=4)["in all"] == pytest.approx(2 * half / 4, **close)
+    assert sent(ranks, shard=2, gradient_merge=4)["in all"] == pytest.approx(half + half / 4, **close)
+    for merge in (1, 4):
+        assert sent(ranks, shard=3, gradient_merge=merge)["in all"] == pytest.approx(half + 2 * everything, **close)
+
+
+def test_memory_of_replicas_that_share_out() -> None:
+    trained, frozen = 4 * sum(NUMELS), 4 * 101_000
+
+    def held(**options: object) -> list[list[float]]:
+        text = Strategy(**options).explain(network(), ranks=4)  # type: ignore[arg-type]
+        lines = text[text.index("Memory") :].splitlines()[2:6]
+        return [[amount(cell) for cell in re.split("  +", line.strip())[1:]] for line in lines]
+
+    part, whole = trained / 4, trained + frozen
+    expected = [[whole, trained, trained], [whole, part, part], [whole, part, part], [whole / 4, part, part]]
+    np.testing.assert_allclose(held(shard=3), expected, rtol=5e-3)
+    expected[1][1] = trained  # level 1 keeps what it merges whole
+    np.testing.assert_allclose(held(shard=1, gradient_merge=2), expected, rtol=5e-3)
+    said = Strategy(shard=Shard(offload="parameters")).explain(network())
+    assert "level 3 *" in said
+    assert f"the largest takes {4 * 101_000 / 1000:.0f} kB" in said
+    assert "all three of the chosen level are in host memory" in said
+    assert "Memory" not in Strategy(shard=2).explain(network(), ranks=1)
+
+
 def test_without_a_model_figures_are_per_parameter() -> None:
     text = Strategy(dgc=True, fp16_allreduce=True).explain(ranks=5)
     assert section(text, "Sent") == {
@@ -464,7 +523,7 @@ def test_every_strategy_says_what_it_changes(name: str) -> None:
     if name == "reduction":
         return  # other sizes of buckets change nothing
     text = section(Strategy(**ON[name]).explain(), "What each changes")  # type: ignore[arg-type]
-    exact = name in ("recompute", "gradient_merge", "sync_batch_norm")
+    exact = name in ("recompute", "shard", "gradient_merge", "sync_batch_norm")
     other = name in ("lars", "lamb", "clip", "lr_scaling", "reduction.op=sum")
     kind = "exact" if exact else "optimizer" if other else "approximate"
     assert text[name.removesuffix("=fp16")].startswith(kind)
@@ -599,6 +658,9 @@ def test_the_documented_clauses_are_the_tables() -> None:
         said = verdict.how if isinstance(verdict, Change) else f"{verdict.why}; {verdict.do}"
         if second == "adaptive_localsgd" and (first, "localsgd") in TABLE:
             continue  # said once for both
+        if second == "pipeline":
+            assert TABLE[(first, "split")] == verdict
+            continue
         assert f"- {both}: {said}." in text
 
 

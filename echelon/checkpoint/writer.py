@@ -63,8 +63,9 @@ class Writer:
         """Store ``tensors`` as they are now, and rank 0's ``facts``, as the checkpoint of ``step``.
 
         A tensor of the same name on several ranks is taken to be the same and written once; a DTensor and a Part are
-        written by what this rank holds of them. Returns where the checkpoint will be: it is there when this returns if ``wait`` (by default: if the
-        writer is not asynchronous), else after ``wait()``. Calling ``save`` again waits for the one before.
+        written by what this rank holds of them. Returns where the checkpoint will be: it is there when this returns if
+        ``wait`` (by default: if the writer is not asynchronous), else after ``wait()``. Calling ``save`` again waits
+        for the one before.
         """
         self.wait()
         save = Save(self._peers, self._allotment, self._directory, step, self._keep)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -40,9 +39,10 @@ def agree_on_batch(batch: Any, group: dist.ProcessGroup | None, ranks: Sequence[
     members = sorted(ranks)
     strangers = [rank for rank, looks in zip(members, found, strict=True) if looks != found[0]]
     if strangers:
+        together = ", ".join(map(str, members))
         raise DataError(
-            f"rank {strangers[0]} was given another batch than rank {members[0]}, but ranks {', '.join(map(str, members))} "
-            "work on one batch together; take batches from engine.loader(), or give all of them the same"
+            f"rank {strangers[0]} was given another batch than rank {members[0]}, but ranks {together} work on one "
+            "batch together; take batches from engine.loader(), or give all of them the same"
         )
 
 

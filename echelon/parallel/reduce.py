@@ -25,7 +25,6 @@ from echelon.parallel.sparse import reduce_sparse
 from echelon.parallel.wire import Sum, sum_over
 from echelon.plan import Bucket, Plan
 
-
 Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
 

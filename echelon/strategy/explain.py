@@ -12,7 +12,7 @@ from torch import nn
 from echelon.errors import UsageError
 from echelon.strategy import order, traffic
 from echelon.strategy.combine import Change, active_names, verdicts
-from echelon.strategy.parts import AdaptiveLocalSgd, Amp, Dgc, LocalSgd, Recompute
+from echelon.strategy.parts import AdaptiveLocalSgd, Amp, Dgc, LocalSgd, Recompute, Shard
 from echelon.strategy.show import aligned, table
 from echelon.strategy.traffic import Job, Size
 
@@ -28,6 +28,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "dgc": ("approximate", "needs SGD: small gradient entries arrive later, when they have grown"),
     "localsgd": ("approximate", "replicas differ between two averages"),
     "adaptive_localsgd": ("approximate", "replicas differ between two averages, less and less long"),
+    "shard": ("exact", "replicas share out what one process holds whole: less memory, the same numbers"),
     "gradient_merge": ("exact", "one update of a batch so many times as large (batch norm sees one part at a time)"),
     "fp16_allreduce": ("approximate", "what travels is rounded to 16 bits"),
     "clip": ("optimizer", "long gradients are shortened"),
@@ -110,13 +111,14 @@ def _sent(strategy: Strategy, model: nn.Module | None, job: Job) -> list[str]:
     if job.ranks == 1:
         return ["nothing: there is one rank"]
     sizes = _sizes(model)
-    parts = [(what, amount) for what, amount in traffic.sent(strategy, sizes, job) if amount]
+    parts = [(what, amount) for what, amount in traffic.sent(strategy, sizes, job, _frozen(model)) if amount]
     plain, total = traffic.all_reduced(sizes, job.ranks), sum(amount for _, amount in parts)
     rows = [*parts, ("in all", total)] if len(parts) > 1 else parts
     rows.append(("without any strategy", plain))
     lines = [(what, _amount(amount, model)) for what, amount in rows]
     if total and round(plain / total, 1) != 1:
-        lines[-1] = (lines[-1][0], f"{lines[-1][1]}, {plain / total:.3g} times as much")
+        ratio = f"{plain / total:.3g} times as much" if plain > total else f"and this is {total / plain:.3g} times that"
+        lines[-1] = (lines[-1][0], f"{lines[-1][1]}, {ratio}")
     return aligned(lines).splitlines() + list(_remarks(strategy, model, job))
 
 
@@ -154,7 +156,34 @@ def _memory(strategy: Strategy, model: nn.Module | None, job: Job, sample: Any) 
     added = traffic.kept(strategy, _sizes(model), job)
     rows = [(name, f"+ {_amount(amount, model)}", why) for name, why, amount in added if amount]
     rows += _activations(strategy, model, sample)
-    return aligned(rows).splitlines() if rows else []
+    return [*_sharded(strategy, model, job), *(aligned(rows).splitlines() if rows else [])]
+
+
+def _sharded(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[str]:
+    """What each level of sharding leaves on a rank, the chosen one marked."""
+    shard = strategy.part(Shard)
+    if shard is None or job.ranks == 1:
+        return
+    trained, frozen = sum(size.bytes for size in _sizes(model)), _frozen(model)
+    rows = [("shard", "parameters", "gradients", "optimizer state, for each tensor of it (momentum: 1, Adam: 2)")]
+    for level in range(4):
+        held = traffic.held(level, trained, frozen, job.ranks, strategy.gradient_merge)
+        name = f"level {level}{' *' if level == shard.level else ''}" if level else "without"
+        rows.append((name, *(_amount(amount, model) for amount in (held.parameters, held.gradients, held.state))))
+    yield from aligned(rows).splitlines()
+    if shard.level == traffic.WHOLE_LAYER and model is not None:
+        yield f"and whole while they compute: a layer or two, of which the largest takes {_bytes(_largest_unit(model))}"
+    if shard.offload:
+        what = "all three" if shard.offload == "parameters" else "gradients and optimizer state"
+        yield f"where the device is a GPU, {what} of the chosen level are in host memory"
+
+
+def _largest_unit(model: nn.Module) -> int:
+    from echelon.parallel.shard.units import find_units
+
+    named = dict(model.named_parameters())
+    units = find_units(model, named).values()
+    return max(sum(named[name].numel() * named[name].element_size() for name in names) for names in units)
 
 
 def _activations(strategy: Strategy, model: nn.Module | None, sample: Any) -> Iterator[tuple[str, str, str]]:
@@ -201,6 +230,13 @@ def _sizes(model: nn.Module | None) -> list[Size]:
     sparse = sparse_names(model)
     trained = [p for name, p in model.named_parameters() if p.requires_grad and name not in sparse]
     return [Size(parameter.numel(), parameter.element_size()) for parameter in trained]
+
+
+def _frozen(model: nn.Module | None) -> float:
+    """Bytes of parameters that are not trained."""
+    if model is None:
+        return 0.0
+    return sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
 
 
 def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: Job) -> list[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Recompute
+from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Recompute, Shard
 from echelon.strategy.show import word
-from echelon.strategy.traffic import Job, local_steps
+from echelon.strategy.traffic import WHOLE_LAYER, Job, local_steps
 
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
@@ -17,9 +17,16 @@ Stage = tuple[str, str]
 
 def stages(strategy: Strategy, job: Job) -> Iterator[Stage]:
     """What happens in a step, first to last: a short name, and what is done."""
+    shard = strategy.part(Shard) if job.ranks > 1 else None
+    if shard and shard.level == WHOLE_LAYER:
+        yield "fetch", "before a layer computes, forward and backward, its weights are gathered; after it they go again"
     yield from _forward_and_backward(strategy)
+    if shard and shard.level > 1:
+        yield from _scatter(strategy, job)
     if strategy.gradient_merge > 1:
         yield "merge", f"gradients add up; what follows happens once in {strategy.gradient_merge} steps"
+    if shard and shard.level == 1:
+        yield from _scatter(strategy, job)
     if job.ranks > 1 and local_steps(strategy):
         yield from _alone(strategy)
     elif strategy.dgc:
@@ -52,8 +59,13 @@ def _unscale(strategy: Strategy, who: str) -> Iterator[Stage]:
         yield "unscale", f"gradients are divided by the scale; one that is not finite skips the step {who}"
 
 
+def _scatter(strategy: Strategy, job: Job) -> Iterator[Stage]:
+    what = f"{strategy.reduction.op} of gradients over {job.ranks} ranks, to each its rows"
+    yield "scatter", f"{what}, while backward still runs"
+
+
 def _together(strategy: Strategy, job: Job) -> Iterator[Stage]:
-    if job.ranks > 1:
+    if job.ranks > 1 and not strategy.shard:
         wire = f", travelling as {strategy.fp16_allreduce}" if strategy.fp16_allreduce else ""
         yield "reduce", f"{strategy.reduction.op} of gradients over {job.ranks} ranks{wire}, while backward still runs"
     yield from _unscale(strategy, "on every rank")
@@ -93,7 +105,12 @@ def _update(strategy: Strategy, job: Job) -> Iterator[Stage]:
         times = scaling.factor(job.ranks * strategy.gradient_merge)
         warmup = f", reached over {scaling.warmup_steps:,} steps" if scaling.warmup_steps else ""
         yield "rate", f"the learning rate x {word(times)}{warmup}"
-    yield "update", _optimizer(strategy)
+    shard = strategy.part(Shard) if job.ranks > 1 else None
+    rows = ", each rank its rows" if shard else ""
+    where = " in host memory" if shard and shard.offload else ""
+    yield "update", f"{_optimizer(strategy)}{rows}{where}"
+    if shard and shard.level < WHOLE_LAYER:
+        yield "gather", "the updated rows go to all ranks"
     if local and job.ranks > 1:
         k = f"{local.k_steps}" if isinstance(local, LocalSgd) else f"{local.init_k_steps} (1 to {local.max_k_steps})"
         outer = ", a Nesterov step along their change" if local.outer else ""

@@ -208,7 +208,7 @@ class Shard:
     offload: Literal["optimizer", "parameters"] | None = None
 
     def __post_init__(self) -> None:
-        fits = self.offload != "parameters" or self.level == 3  # noqa: PLR2004
+        fits = self.offload != "parameters" or self.level == 3
         require(fits, self, "offload", "'optimizer', or level=3 as well: lower levels need parameters on the device")
 
 

@@ -1,6 +1,7 @@
 """How many bytes a rank sends in a step under a Strategy, and how many it keeps: formulas, nothing is run.
 
 An all-reduce of B bytes over N ranks sends 2 (N - 1) / N x B from each, which a ring does and nothing can better.
+Scattering sums and gathering parts are its two halves.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.parallel.compress import kept as entries_left
-from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd
+from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, Shard
 
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
+WHOLE_LAYER = 3  # the level of sharding at which parameters are whole only while their layer computes
 RESIDUAL = 8  # DGC keeps a momentum and a residual of each entry, both fp32
 
 
@@ -46,12 +48,17 @@ def all_reduced(sizes: Sequence[Size], ranks: int, wire: bool = False) -> float:
     return 2 * (ranks - 1) / ranks * total
 
 
-def sent(strategy: Strategy, sizes: Sequence[Size], job: Job) -> Iterator[tuple[str, float]]:
-    """What each rank sends, in bytes a step; an average where it is not the same in every step."""
+def sent(strategy: Strategy, sizes: Sequence[Size], job: Job, frozen: float = 0.0) -> Iterator[tuple[str, float]]:
+    """What each rank sends, in bytes a step; an average where it is not the same in every step.
+
+    frozen: bytes of parameters that are not trained
+    """
     wire = strategy.fp16_allreduce is not None
     merge = strategy.gradient_merge
-    local, dgc = local_steps(strategy), strategy.part(Dgc)
-    if local:
+    local, dgc, shard = local_steps(strategy), strategy.part(Dgc), strategy.part(Shard)
+    if shard:
+        yield from _sharded(shard, all_reduced(sizes, job.ranks) / 2, (job.ranks - 1) / job.ranks * frozen, merge)
+    elif local:
         yield "weights", all_reduced(sizes, job.ranks, wire) / (merge * usual_k(local))
     elif dgc:
         for what, amount in _compressed(dgc, [size for size in sizes if size.numel >= dgc.min_size], job, wire):
@@ -60,6 +67,32 @@ def sent(strategy: Strategy, sizes: Sequence[Size], job: Job) -> Iterator[tuple[
         yield f"gradients under {dgc.min_size:,} entries", all_reduced(small, job.ranks, wire) / merge
     else:
         yield "gradients", all_reduced(sizes, job.ranks, wire) / merge
+
+
+def _sharded(shard: Shard, half: float, frozen: float, merge: int) -> Iterator[tuple[str, float]]:
+    """``half``: scattering or gathering all that is trained once; ``frozen``: gathering the rest."""
+    yield "gradients, scattered", half / (merge if shard.level == 1 else 1)
+    if shard.level == WHOLE_LAYER:
+        yield "weights, gathered for forward and for backward", 2 * (half + frozen)
+    else:
+        yield "weights, gathered after the update", half / merge
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds between two steps, in bytes; ``state``: each tensor of optimizer state that a weight has."""
+
+    parameters: float
+    gradients: float
+    state: float
+
+
+def held(level: int, trained: float, frozen: float, ranks: int, merge: int) -> Held:
+    """Level 0 is without sharding. Without merging, level 1 lets whole gradients go while backward runs, as 2 does."""
+    part = trained / ranks
+    keeps_gradients = level == 0 or (level == 1 and merge > 1)
+    parameters = (trained + frozen) / (ranks if level == WHOLE_LAYER else 1)
+    return Held(parameters, trained if keeps_gradients else part, part if level else trained)
 
 
 def _compressed(dgc: Dgc, large: Sequence[Size], job: Job, wire: bool) -> Iterator[tuple[str, float]]:
