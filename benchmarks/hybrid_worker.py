@@ -75,7 +75,9 @@ def torch_pipeline(case: Case, schedule: str) -> Contender:
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        run.step(*([x] if RANK == 0 else []), target=y if RANK == WORLD - 1 else None, losses=losses, return_outputs=False)
+        run.step(
+            *([x] if RANK == 0 else []), target=y if RANK == WORLD - 1 else None, losses=losses, return_outputs=False
+        )
         optimizer.step()
         # Only the last rank knows the loss; what is compared is the mean over ranks.
         return WORLD * torch.stack(losses).mean().detach() if losses else torch.zeros(())
@@ -94,7 +96,9 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "dp": data_parallel,
     "split": split_head,
     **{name: lambda case, name=name: pipeline(case, name) for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")},
-    **{f"torch-{name}": lambda case, name=name: torch_pipeline(case, name) for name in ("gpipe", "1f1b", "interleaved")},
+    **{
+        f"torch-{name}": lambda case, name=name: torch_pipeline(case, name) for name in ("gpipe", "1f1b", "interleaved")
+    },
 }
 IN_SHARES = ("ddp", "dp", "split")  # each rank has rows of its own; all ranks of a pipeline have the same
 

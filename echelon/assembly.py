@@ -25,7 +25,7 @@ from echelon.parallel.dgc import make_peers
 from echelon.parallel.gradients import AddsUp, Gradients, Reduces
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
-from echelon.parallel.holdings import Holdings, grouped_names, held_parameters
+from echelon.parallel.holdings import Addend, Holdings, grouped_names, held_parameters
 from echelon.parallel.layout import Layout
 from echelon.parallel.local import LocalSteps
 from echelon.parallel.norms import add_up_norms
@@ -36,6 +36,7 @@ from echelon.parallel.succession import successors
 from echelon.parallel.ties import Ties
 from echelon.plan import Plan
 from echelon.plan.make import complete, owned_names
+from echelon.plan.segments import Segments
 from echelon.world import World
 
 if TYPE_CHECKING:  # a run pays only for what its plan has
@@ -100,10 +101,10 @@ def assemble(
     holdings = Holdings(
         model=model,
         parameters=held,
-        layouts=dict(shards.layouts if shards else applied.layouts),
+        layouts={**applied.layouts, **(shards.layouts if shards else {})},
+        cuts=applied.layouts,
         groups=names,
-        place=grid.at["stage"],
-        leads=frozenset(name for name in held if _leads(plan, name, grid)),
+        addends=_addends(plan, grid),
         counted=frozenset(counted),
         speaks=frozenset(counted | _spoken_buffers(plan, model, grid)),
     )
@@ -202,8 +203,28 @@ def _change_modules(world: World, plan: Plan, model: nn.Module, grid: Grid) -> N
         synchronize(model, filter(here, plan.sync_batch_norm), shared)
     if plan.recompute or plan.chains:
         together = grid.control("replicate", "split") if plan.in_parts else world.control
-        segments = tuple(names for names in plan.recompute if all(map(here, names)))
-        apply_recompute(model, segments, filter(here, plan.chains), offload=plan.offload, group=together)
+        segments, chains = _recomputed_here(plan, grid)
+        apply_recompute(model, segments, chains, offload=plan.offload, group=together)
+
+
+def _recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:
+    """In a pipeline, what lies inside this rank's units; where segments would reach over them, each unit is one."""
+    if plan.stages is None:
+        return plan.recompute, plan.chains
+    mine = hosted_stages(plan.stages, grid)
+    units = [unit for unit, stage in plan.stages.units.items() if stage in mine]
+
+    def inside(name: str) -> bool:
+        return any(name == unit or name.startswith(f"{unit}.") for unit in plan.stages.units)  # type: ignore[union-attr]
+
+    def here(name: str) -> bool:
+        return any(name == unit or name.startswith(f"{unit}.") for unit in units)
+
+    spans = [names[0] if len(names) == 1 else names[0].rpartition(".")[0] for names in plan.recompute]
+    if not all(map(inside, [*spans, *plan.chains])):
+        return tuple((unit,) for unit in units), ()
+    segments = tuple(names for names, span in zip(plan.recompute, spans, strict=True) if here(span))
+    return segments, tuple(filter(here, plan.chains))
 
 
 def _count_experts_together(plan: Plan, model: nn.Module, grid: Grid, here: Callable[[str], bool]) -> None:
@@ -261,6 +282,20 @@ def _leads(plan: Plan, name: str, grid: Grid) -> bool:
     if plan.stages is None:
         return True
     return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
+
+
+def _addends(plan: Plan, grid: Grid) -> dict[str, Addend]:
+    """Of the gradients that this rank's backward makes. Sharded ones are sums over replicas from the first pass on."""
+    summed = plan.shard is not None and plan.shard.level > 1
+    found: dict[str, Addend] = {}
+    for bucket in plan.buckets:
+        if grid.at["stage"] not in bucket.places:
+            continue
+        axes = [axis for axis in bucket.axes if not (summed and axis == "replicate")]
+        ranks, place = grid.size(*axes), bucket.places.index(grid.at["stage"])
+        one = Addend(place * ranks + grid.index(*axes), len(bucket.places) * ranks)
+        found |= dict.fromkeys(bucket.parameters, one)
+    return found
 
 
 def _counts(plan: Plan, name: str, grid: Grid, applied: Cut, shards: Shards | None) -> bool:

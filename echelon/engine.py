@@ -80,7 +80,7 @@ class Engine:
         # Of all ranks that work on one batch, one speaks for it.
         self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
         self._checkpoint = checkpoint
-        self._keeper = Keeper(world, self._replica, plan.replicas, schedulers, checkpoint)
+        self._keeper = Keeper(world, self.stream, schedulers, checkpoint)
         self._pending: Path | None = None  # a checkpoint to load once the model is assembled
         self._log = log
         self._watch = Watch(log, world.device, world.rank)
@@ -228,7 +228,8 @@ class Engine:
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
         if self._parts is None:  # a pipeline that no batch has cut yet; where loaders go on is known already
-            self._pending = self._keeper.peek(path)
+            found = self._keeper.peek(path)
+            self._pending, self.steps = found.path, found.step
         else:
             self._restore(path)
 

@@ -14,6 +14,7 @@ from echelon.data import Loader
 from echelon.errors import CheckpointError, UsageError
 from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import SparseMomentum
+from echelon.parallel.holdings import Addend
 from echelon.parallel.layout import Layout, Part
 from echelon.state import (
     decode,
@@ -60,10 +61,8 @@ class Checkpoint:
 class Keeper:
     """Knows every part of a run that has state, from the weights to the random streams."""
 
-    def __init__(
-        self, world: World, replica: int, replicas: int, schedulers: Sequence[Scheduler], settings: Checkpoint | None
-    ) -> None:
-        self._world, self._replica, self._replicas = world, replica, replicas
+    def __init__(self, world: World, stream: int, schedulers: Sequence[Scheduler], settings: Checkpoint | None) -> None:
+        self._world, self._stream = world, stream
         self._schedulers, self._settings = schedulers, settings
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
@@ -103,13 +102,13 @@ class Keeper:
         tensors, facts = self._state()
         return self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
 
-    def peek(self, path: str | Path) -> Path:
+    def peek(self, path: str | Path) -> Stored:
         """Only let loaders go on from there; the rest can be restored when there is a place for it."""
         from echelon.checkpoint import Stored, find
 
-        found = find(path)
-        self.place_loaders(Stored(found).facts["loaders"])
-        return found
+        stored = Stored(find(path))
+        self.place_loaders(stored.facts["loaders"])
+        return stored
 
     def load(self, path: str | Path, loaders: bool = True) -> Stored:
         """Restore everything; returns what it was restored from."""
@@ -156,12 +155,11 @@ class Keeper:
         rank = self._world.rank
         kept, optimizers = optimizer_state(self._holdings, self._optimizers)
         tensors: dict[str, Tensor | Part] = {
-            **model_tensors(self._holdings), **kept, **random_state(rank, self._world.device)
+            **model_tensors(self._holdings), **kept, **random_state(self._stream, self._world.device)
         }  # fmt: skip
         for name, grad in self._gradients.unreduced().items():
-            # What is summed over replicas already is stored once, by all of them together.
-            replica = 0 if self._gradients.holds_sums else self._replica
-            tensors[f"merge.{replica}.{self._holdings.place}.{name}"] = self._holdings.part(name, grad)
+            layout, addend = self._gradient_layout(name), self._holdings.addends.get(name, Addend())
+            tensors[f"merge.{addend.index}.{addend.count}.{name}"] = Part(grad, layout) if layout else grad
         for key, compressor in self._compressors.items():
             owed = compressor.residual.tensors() if compressor.leads else {}
             tensors |= {f"dgc.{rank}.{key}.{name}": value for name, value in owed.items()}
@@ -178,7 +176,6 @@ class Keeper:
             of["values"] = {name: value for rank in ranks for name, value in rank["values"][key].items()}
         facts = {
             "ranks": [{key: value for key, value in rank.items() if key != "values"} for rank in ranks],
-            "replicas": self._replicas,
             "aliases": model_aliases(self._holdings.model),
             "optimizers": optimizers,
             "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
@@ -240,28 +237,28 @@ class Keeper:
             scheduler.load_state_dict(decode(state))
 
     def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """This rank's merged gradients. They are sums, so with another number of replicas the first may hold them all;
-        shards of sums over all replicas are parts of the sum of what is stored."""
-        merged = [name for name in stored.names() if name.startswith("merge.")]
-        same = stored.facts["replicas"] == self._replicas and not self._gradients.holds_sums
-        takes_all = self._gradients.holds_sums or self._replica == 0
-        for full in merged:
-            _, replica, _, name = full.split(".", 3)
-            mine = int(replica) == self._replica if same else takes_all
-            if mine and name in self._holdings.leads:
+        """This rank's merged gradients. They are addends, so where there are more or fewer the first takes them all."""
+        for full in [name for name in stored.names() if name.startswith("merge.")]:
+            _, index, count, name = full.split(".", 3)
+            mine = self._holdings.addends.get(name)
+            if mine is not None and (int(index) if int(count) == mine.count else 0) == mine.index:
                 yield name, functools.partial(self._read_part, stored, full, name)
 
     def _read_part(self, stored: Stored, full: str, name: str) -> Tensor:
-        layout = self._holdings.layouts.get(name)
+        layout = self._gradient_layout(name)
         return stored.read(full) if layout is None else stored.read_part(full, layout)
 
+    def _gradient_layout(self, name: str) -> Layout | None:
+        """Merged gradients are those of parameters; of shards only where each pass is reduced at once."""
+        return (self._holdings.layouts if self._gradients.holds_sums else self._holdings.cuts).get(name)
+
     def _restore_random(self, stored: Stored) -> None:
-        rank = self._world.rank
-        if stored.world_size == self._world.size:
-            mine = {name: stored.read(name) for name in stored.names() if name.startswith(f"rng.{rank}.")}
-            restore_random_state(rank, self._world.device, mine)
+        """By stream and not by rank: those that share a batch must go on alike, in whatever layout it was saved."""
+        mine = _read(stored, f"rng.{self._stream}.", drop="")
+        if mine and stored.world_size == self._world.size:
+            restore_random_state(self._stream, self._world.device, mine)
         else:  # other ranks, other streams; they start afresh from the seed and the step
-            seed_for_rank(self._world.seed + stored.step, rank)
+            seed_for_rank(self._world.seed + stored.step, self._stream)
 
     def _writer(self, directory: Path) -> Writer:
         from echelon.checkpoint import Writer

@@ -2,11 +2,11 @@
 
 model.<name>                          parameters and persistent buffers, each once
 optimizer.<optimizer>.<name>.<key>    optimizer state, by parameter name, so that order does not matter
-merge.<replica>.<place>.<name>        gradients accumulated but not yet applied, by place along the stage axis
+merge.<i>.<n>.<name>                  gradients accumulated but not yet applied, the i-th of n addends
 dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gradient compression)
 sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
 local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
-rng.<rank>.<generator>                the random streams of each rank
+rng.<stream>.<generator>              the random streams; ranks that share a batch have one in common
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _load(
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
-def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The random streams of this rank."""
+def random_state(stream: int, device: torch.device) -> dict[str, Tensor]:
+    """Where this process's random generators are, under the number of its stream."""
     legacy: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = legacy
     version, internal, gauss_next = random.getstate()
@@ -133,11 +133,11 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    return {f"rng.{rank}.{name}": value for name, value in state.items()}
+    return {f"rng.{stream}.{name}": value for name, value in state.items()}
 
 
-def restore_random_state(rank: int, device: torch.device, stored: Mapping[str, Tensor]) -> None:
-    mine = {name.removeprefix(f"rng.{rank}."): value for name, value in stored.items()}
+def restore_random_state(stream: int, device: torch.device, stored: Mapping[str, Tensor]) -> None:
+    mine = {name.removeprefix(f"rng.{stream}."): value for name, value in stored.items()}
     torch.set_rng_state(mine["torch"])
     numbers = mine["numpy"].tolist()
     keys = np.array(numbers[:-2], dtype=np.uint32)

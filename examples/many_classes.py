@@ -35,12 +35,12 @@ def faces() -> tuple[TensorDataset, TensorDataset]:
     generator = torch.Generator().manual_seed(0)
     people = torch.randn(CLASSES, SIZE, generator=generator)
     labels = torch.arange(CLASSES).repeat(EACH + 1)
-    pictures = people[labels] + 0.4 * torch.randn(len(labels), SIZE, generator=generator)
+    pictures = people[labels] + 0.7 * torch.randn(len(labels), SIZE, generator=generator)
     cut = EACH * CLASSES
     return TensorDataset(pictures[:cut], labels[:cut]), TensorDataset(pictures[cut:], labels[cut:])
 
 
-def main(epochs: int = 3, global_batch: int = 240) -> None:
+def main(epochs: int = 2, global_batch: int = 240) -> None:
     echelon.init(seed=0)
     model = Classifier()
     engine = echelon.distribute(
@@ -55,9 +55,9 @@ def main(epochs: int = 3, global_batch: int = 240) -> None:
         for pictures, labels in loader:
             engine.step(pictures, labels)
     found = engine.evaluate(unseen, batch_size=250, metrics=["accuracy", "top5"])
-    here = f"process {echelon.rank()} has {len(model.head.weight):,} of {CLASSES:,} classes"
-    print(f"{here}, and saw batches of {global_batch // engine.plan.replicas}", flush=True)
     if echelon.is_first_worker():
+        print(f"each of {echelon.world_size()} processes: {global_batch // engine.plan.replicas} pictures a step, ", end="")
+        print(f"{len(model.head.weight):,} of {CLASSES:,} classes")
         print(f"of {len(unseen):,} unseen pictures {found['accuracy']:.1%} right, {found['top5']:.1%} among five")
 
 

@@ -14,15 +14,23 @@ from echelon.parallel.layout import Layout, Part
 Groups = Mapping[str, list[list[str]]]  # by optimizer, the parameters' names in each of its groups
 
 
+@dataclass(frozen=True)
+class Addend:
+    """One of ``count`` that make up a sum. Ranks with the same index hold the same, or parts of the same."""
+
+    index: int = 0
+    count: int = 1
+
+
 @dataclass
 class Holdings:
     """One rank's part.
 
     parameters: what optimizers step on, by name: a parameter, or this rank's shard of it
     layouts:    of those that are parts of a larger whole
+    cuts:       layouts of the model's own parameters, where they are split: the same, but for shards
     groups:     the optimizers' parameter groups as the user made them, parameters of other ranks included
-    place:      this rank's place along the stage axis
-    leads:      names of parameters that no earlier place holds
+    addends:    gradients are sums over ranks in the end: until then, which addend of how many this rank has of each
     counted:    parameters that this rank counts where every entry of the model must be counted once
     speaks:     the same, and buffers: what this rank contributes to the whole
     """
@@ -30,9 +38,9 @@ class Holdings:
     model: nn.Module
     parameters: dict[str, nn.Parameter]
     layouts: dict[str, Layout] = field(default_factory=dict)
+    cuts: Mapping[str, Layout] = field(default_factory=dict)
     groups: Groups = field(default_factory=dict)
-    place: int = 0
-    leads: frozenset[str] = frozenset()
+    addends: Mapping[str, Addend] = field(default_factory=dict)
     counted: frozenset[str] = frozenset()
     speaks: frozenset[str] = frozenset()
 

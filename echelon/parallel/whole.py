@@ -12,11 +12,20 @@ from torch import Tensor
 from echelon.parallel.collective import gather_json
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Layout, Part
+from echelon.state import model_aliases
 
 
 @torch.no_grad()
 def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name, whole, in host memory, on every rank. All ranks call it."""
+    """Every parameter and persistent buffer by name, whole, in host memory, on every rank. All ranks call it.
+
+    Tied weights are there under each of their names, as in ``state_dict()``.
+    """
+    found = _by_first_names(holdings, control, in_parts)
+    return found | {second: found[first] for second, first in model_aliases(holdings.model).items()}
+
+
+def _by_first_names(holdings: Holdings, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
     mine = holdings.tensors()
     if control is None or not in_parts:
         return {name: _plain(value).cpu().clone() for name, value in mine.items()}

@@ -65,6 +65,7 @@ class StageRunner:
             for stage in stages
         }
         self._outlook = _Outlook()
+        self._lent: dict[Hashable, Tensor] = {}
         self._seen: dict[int, Seen] = {}
         self._running: dict[tuple[int, int], _Kept] = {}
         self._deferred: dict[tuple[int, int], Deferred] = {}
@@ -99,10 +100,11 @@ class StageRunner:
         plan = self._plans[stage]
         _forget_auxiliary(self._own[stage])
         leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
-        running = _Pass(plan, self._units, leaves, self._outlook, self._seen.get(micro))
+        loans = _Loans(self._lent, (stage, micro))
+        running = _Pass(plan, self._units, leaves, self._outlook, loans, self._seen.get(micro))
         deferred = self._defer() if self._defer and self._training else None
         with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
-            result = running.run(self._call, plan.batch(self._batches[micro]))
+            result = running.run(self._call, plan.batch(self._batches[micro], loans))
         roots = {key: running.made.get(key) for key in plan.sent}
         ends = self._collect_auxiliary(stage, micro)
         if plan.is_last:
@@ -168,7 +170,7 @@ class _StagePlan:
         self._inputs, self._written = recording.inputs[stage], recording.written
         self.own = {name for name, at in recording.units.items() if at == stage}
 
-    def batch(self, whole: Any) -> Any:
+    def batch(self, whole: Any, loans: _Loans) -> Any:
         """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
         leaves, structure = tree_flatten(whole)
         if len(leaves) != len(self._inputs):
@@ -177,14 +179,14 @@ class _StagePlan:
                 "one structure"
             )
         mine = [
-            leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed)
+            leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed, loans)
             for at, (leaf, needed) in enumerate(zip(leaves, self._inputs, strict=True))
         ]
         return tree_unflatten(mine, structure)
 
-    def _leaf(self, at: int, leaf: Tensor, needed: bool) -> Tensor:
+    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: _Loans) -> Tensor:
         if not needed:
-            return placeholder(leaf)
+            return loans.given(f"batch/{at}", leaf)
         return leaf.clone() if at in self._written else leaf
 
 
@@ -221,12 +223,13 @@ class _Pass:
         units: Mapping[str, nn.Module],
         received: Mapping[str, Tensor],
         outlook: _Outlook,
+        loans: _Loans,
         seen: Seen | None,
     ) -> None:
-        self._plan, self._units, self._received, self._outlook, self._seen = plan, units, received, outlook, seen
+        self._plan, self._units, self._received, self._seen = plan, units, received, seen
+        self._outlook, self._loans = outlook, loans
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
-        self._lent: list[list[Any]] = []  # placeholders of the outlook
         self.made: dict[str, Tensor] = {}  #: what other stages need
 
     def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
@@ -243,7 +246,7 @@ class _Pass:
                 raise _other_way(f"stage {self._plan.stage}") from None
             result = None  # all that is left is glue of later stages, and it looks at values
         finally:
-            self._renew_lent()
+            self._loans.settle()
         self._refuse_changes()
         return result
 
@@ -262,12 +265,11 @@ class _Pass:
     def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._seen.get(prefix) if self._seen is not None else None
         parts = known or self._outlook.on(name, module, args, kwargs)
-        self._lent.append(parts.leaves)
         return parts.together(self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves))
 
     def _arrived(self, key: str, leaf: Any) -> Any:
         if key not in self._received:
-            return leaf
+            return self._loans.made(key, leaf) if isinstance(leaf, Tensor) else leaf
         tensor = self._received[key]
         return tensor.clone() if key in self._plan.changed else tensor
 
@@ -276,10 +278,18 @@ class _Pass:
         if any(map(is_placeholder, parts.leaves)):
             raise _other_way(f"'{name}'")
         if self._seen is not None:
-            self._seen[prefix] = _bare(parts)
+            self._seen[prefix] = self._for_other_stages(prefix, parts)
         return parts.together(
             self._leaving(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
             for at, leaf in enumerate(parts.leaves)
+        )
+
+    def _for_other_stages(self, prefix: str, output: Parts) -> Parts:
+        return take_apart(
+            output.together(
+                self._loans.made(f"seen/{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
+                for at, leaf in enumerate(output.leaves)
+            )
         )
 
     def _leaving(self, key: str, leaf: Tensor) -> Tensor:
@@ -287,14 +297,7 @@ class _Pass:
         if key in self._plan.sent:
             self.made[key] = leaf.clone() if key in self._plan.copied and key in self._plan.kept else leaf
             self._versions[key] = self.made[key]._version
-        return leaf if key in self._plan.kept else entered(placeholder(leaf))
-
-    def _renew_lent(self) -> None:
-        """Placeholders that glue has changed in place would keep what it has put into them."""
-        for leaves in self._lent:
-            for at, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf._version:
-                    leaves[at] = _renewed(leaf)
+        return leaf if key in self._plan.kept else self._loans.made(key, leaf)
 
     def _is_done(self) -> bool:
         return all(self._calls[name] for name in self._plan.own) and set(self._plan.sent) <= set(self.made)
@@ -306,6 +309,41 @@ class _Pass:
                     f"the forward changes what '{key.rpartition('#')[0]}' returns in place, and did not when stages "
                     "were cut; change a copy of it"
                 )
+
+
+class _Loans:
+    """Placeholders for one stage and micro-batch, lent again in every step: to make one takes torch about as long as
+    several operations on small tensors."""
+
+    def __init__(self, known: dict[Hashable, Tensor], borrower: tuple[int, int]) -> None:
+        self._known, self._borrower = known, borrower
+        self._out: list[Hashable] = []
+
+    def given(self, key: str, like: Tensor) -> Tensor:
+        """As a part of the batch."""
+        return self._lend(key, like, placeholder)
+
+    def made(self, key: str, like: Tensor) -> Tensor:
+        """As something that a unit returned."""
+        return self._lend(key, like, _renewed)
+
+    def _lend(self, key: str, like: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if like.layout != torch.strided:
+            return make(like)
+        look = (self._borrower, key, torch.is_grad_enabled(), like.shape, like.stride(), like.dtype, like.device)
+        self._out.append(look)
+        if look not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[look] = make(like)
+        return self._known[look]
+
+    def settle(self) -> None:
+        """The pass is over. One that glue has changed in place would keep what it has put into it."""
+        for look in self._out:
+            lent = self._known.get(look)
+            if lent is not None and (lent._version or lent.requires_grad != (lent.grad_fn is not None)):
+                del self._known[look]
 
 
 class _Outlook:

@@ -1,0 +1,77 @@
+"""Uneven by design: batch shares, widths of shards and depths of stages for devices of different speed, all exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from harness import errors, run
+from matrix import Transformer
+from zoo import QUIET, token_loss
+
+import echelon
+from echelon import pipeline, split
+from echelon.data.order import weighted
+
+WIDE = (3.0, 1.0)
+
+
+def train(marks: dict[str, Any], shares: tuple[float, ...] = ()) -> dict[str, Any]:
+    echelon.init()
+    torch.manual_seed(3)
+    model = echelon.annotate(Transformer(vocab=21), marks)
+    engine = echelon.distribute(
+        model, loss=token_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), log=QUIET
+    )
+    g = torch.Generator().manual_seed(5)
+    data = tuple(torch.randint(21, (40, 6), generator=g) for _ in range(2))
+    options = {"shares": shares} if shares and echelon.world_size() > 1 else {}
+    sizes, losses = [], []
+    for batch in engine.loader(data, global_batch=8, **options):
+        sizes.append(len(batch[0]))
+        losses.append(float(engine.step(*batch)))
+    held = sum(p.numel() for p in engine._parts.holdings.parameters.values())  # type: ignore[union-attr]
+    depth = list(engine.plan.stages.units.values()) if engine.plan.stages else []
+    result = {"losses": losses, "sizes": sizes, "held": held, "depth": depth, "weights": engine.whole_state()}
+    engine.close()
+    return result
+
+
+def check(marks: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    one = run(train, marks, ranks=1, **options)[0]
+    many = run(train, marks, ranks=2, **options)
+    for mine in many:
+        torch.testing.assert_close(torch.tensor(mine["losses"]), torch.tensor(one["losses"]), rtol=1e-5, atol=1e-5)
+        for name, expected in one["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], expected, rtol=1e-5, atol=1e-5)
+    return many
+
+
+def test_replicas_with_different_shares_of_the_batch() -> None:
+    many = check({}, shares=WIDE)
+    assert [mine["sizes"] for mine in many] == [[6] * 5, [2] * 5]
+
+
+def test_split_shards_of_different_widths() -> None:
+    wide = split(weights=WIDE)
+    many = check({"embed": wide, "head": wide, "blocks.*": wide})
+    assert many[0]["held"] > 2 * many[1]["held"]
+
+
+def test_stages_of_different_depths_by_the_speed_of_their_devices() -> None:
+    many = check({"": pipeline(micro_batches=4, stages=2, weights=WIDE)})
+    depth = many[0]["depth"]
+    assert depth.count(0) > depth.count(1) > 0
+
+
+def test_shares_of_a_batch_cover_it_once_and_leave_nobody_out() -> None:
+    for count in range(2, 40):
+        for weights in ((3, 1), (1, 1, 1), (100, 1, 1), (1, 5, 2, 2)):
+            cuts = [weighted(count, rank, weights) for rank in range(len(weights))]
+            assert [i for cut in cuts for i in range(count)[cut]] == list(range(count))
+            assert count < len(weights) or all(range(count)[cut] for cut in cuts)
+
+
+def test_shares_that_do_not_fit_the_replicas_are_refused() -> None:
+    line = errors(train, {}, ranks=2, shares=(1.0, 2.0, 3.0))[0]
+    assert "shares=(1.0, 2.0, 3.0): one number above 0 for each of the 2 replicas" in line
