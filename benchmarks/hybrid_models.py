@@ -134,7 +134,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-_BERT = Size(vocab=12288, width=512, layers=6, sequence=64, rows=16)
+_BERT = Size(vocab=12288, width=512, layers=6, sequence=32, rows=16)
 _MILLION = _classification(1_000_000, 256, rows=8)
 
 CASES: dict[str, Case] = {

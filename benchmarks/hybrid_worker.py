@@ -64,7 +64,7 @@ def torch_pipeline(case: Case, schedule: str) -> Contender:
     cut = stages(case, WORLD * VIRTUAL if interleaved else WORLD)
     pieces = {at: Piece(model, cut[at]) for at in range(RANK, len(cut), WORLD)}
     optimizer = case.optimizer(nn.ModuleList(pieces.values()))
-    mine = [PipelineStage(piece, at, len(cut), torch.device("cpu")) for at, piece in pieces.items()]
+    mine: list[Any] = [PipelineStage(piece, at, len(cut), torch.device("cpu")) for at, piece in pieces.items()]
     del model
     if interleaved:
         run: Any = ScheduleInterleaved1F1B(mine, case.micro_batches, loss_fn=case.loss)
@@ -95,10 +95,13 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "ddp": ddp,
     "dp": data_parallel,
     "split": split_head,
-    **{name: lambda case, name=name: pipeline(case, name) for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")},
-    **{
-        f"torch-{name}": lambda case, name=name: torch_pipeline(case, name) for name in ("gpipe", "1f1b", "interleaved")
-    },
+    "gpipe": lambda case: pipeline(case, "gpipe"),
+    "1f1b": lambda case: pipeline(case, "1f1b"),
+    "interleaved": lambda case: pipeline(case, "interleaved"),
+    "zero-bubble": lambda case: pipeline(case, "zero-bubble"),
+    "torch-gpipe": lambda case: torch_pipeline(case, "gpipe"),
+    "torch-1f1b": lambda case: torch_pipeline(case, "1f1b"),
+    "torch-interleaved": lambda case: torch_pipeline(case, "interleaved"),
 }
 IN_SHARES = ("ddp", "dp", "split")  # each rank has rows of its own; all ranks of a pipeline have the same
 

@@ -207,6 +207,8 @@ def _check_stages(units: dict[str, int], chosen: Pipeline | None) -> None:
         raise UsageError(
             f"{chosen} cuts the model by itself, but {len(numbers)} stages are marked; drop stages= or the stage marks"
         )
+    if chosen.stages is None and not units:
+        raise UsageError(f"{chosen} has no stages: mark modules with stage(), or say how many: pipeline(stages=2)")
     count = chosen.stages or len(numbers)
     if chosen.weights is not None and count and len(chosen.weights) != count:
         raise UsageError(f"{chosen} has {len(chosen.weights)} weights for {count} stages; give one a stage")

@@ -86,6 +86,7 @@ def assemble(
     stages = _record(plan, marks, objective, model, batch)
     _let_go(stages, model, given, grid)
     applied = _split(plan, model, stages, grid)
+    _cut_state(model, given, applied)
     if plan.in_parts:
         assert world.control is not None
         known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
@@ -138,7 +139,7 @@ def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, ba
 
     assert plan.pipeline is not None
     sample = micro_batches(batch, plan.pipeline.micro_batches)[0].batch
-    units = marks.units
+    units = marks.units or (plan.stages.units if plan.stages else {})
     if not units:
         count = plan.pipeline.stages or plan.mesh["stage"]
         units = balance_stages(model, count, objective, sample, plan.pipeline.weights)
@@ -156,6 +157,19 @@ def _split(plan: Plan, model: nn.Module, stages: Recording | None, grid: Grid) -
     here = _here(model, stages, grid)
     applied = apply_split(model, {name: mark for name, mark in plan.splits.items() if here(name)}, axis)
     return Cut(applied.layouts, applied.partial)
+
+
+def _cut_state(model: nn.Module, given: Optimizers, applied: Cut) -> None:
+    """An optimizer that has state already keeps the part that belongs to what is left of its parameters."""
+    layouts: dict[torch.Tensor, Layout] = {
+        p: applied.layouts[name] for name, p in model.named_parameters() if name in applied.layouts
+    }
+    for optimizer in given.values():
+        for parameter, state in optimizer.state.items():
+            for field_name, value in state.items():
+                layout = layouts.get(parameter)
+                if layout and isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape:
+                    state[field_name] = layout.take(value)
 
 
 def _here(model: nn.Module, stages: Recording | None, grid: Grid) -> Callable[[str], bool]:
@@ -274,7 +288,14 @@ def _shard(
         plan.shard.offload,
         world.device,
         gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
+        shared=_on_several_places(plan, grid),
     )
+
+
+def _on_several_places(plan: Plan, grid: Grid) -> set[str]:
+    """Parameters that several places along the stage axis hold."""
+    holders = plan.stages.holders if plan.stages else {}
+    return {name for name, stages in holders.items() if len({stage % grid.size("stage") for stage in stages}) > 1}
 
 
 def _leads(plan: Plan, name: str, grid: Grid) -> bool:

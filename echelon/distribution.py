@@ -71,6 +71,8 @@ def distribute(
         engine.assemble(None if sample is None else as_batch((sample,), {}, world.device))
     worlds.seed_for_rank(world.seed, engine.stream)
     engine.announce()
+    if world.size > 1 and (strategy or Strategy()).shard and chosen.shard is None:
+        engine.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
     engine.resume()
     return engine
 

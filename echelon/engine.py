@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -22,15 +20,15 @@ from echelon.annotate import Marks
 from echelon.assembly import Parts, assemble
 from echelon.cluster import placement_table
 from echelon.data import Loader
-from echelon.errors import DataError, EchelonError, LossError, PeerLost, UsageError, nearest
+from echelon.errors import EchelonError, LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
+from echelon.feeding import Feeding
 from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.launch.worker import caused_by_peer
 from echelon.objective import LossFunction, Objective, as_batch, count_samples, scalar
 from echelon.parallel.agree import agree_on_batch
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
-from echelon.parallel.collective import gather_json
 from echelon.parallel.gradients import scaled
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
@@ -42,10 +40,11 @@ from echelon.parallel.whole import whole_state
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
 from echelon.watch import Log, Watch
-from echelon.watch.late import Late
+from echelon.watch.losses import Losses
 from echelon.world import World
 
 if TYPE_CHECKING:
+    from echelon.parallel.local import LocalSteps
     from echelon.parallel.pipeline.train import MicroBatches, Staged
 
 
@@ -75,7 +74,7 @@ class Engine:
         self._given, self._marks = optimizers, marks  # what the user made, and schedules drive
         self._notices = replaced_decay(plan, optimizers)
         self._parts: Parts | None = None  # until ``assemble``
-        self._replica = self._grid.index(*plan.data_axes)
+        self._feeding = Feeding(world, plan, self._grid)
         self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
         # Of all ranks that work on one batch, one speaks for it.
         self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
@@ -87,10 +86,9 @@ class Engine:
         self._clock = self._watch.clock
         self._owned = len(_parameters_of(optimizers))
         self._local_loss = torch.zeros(())  # sum of what backward() was given since the last update()
-        self._share: int | None = None  # how many samples of the loader's latest batch count
         self._loader: Loader | None = None
-        self._unchecked: list[tuple[int, Late, Tally | StagedTally]] = []
-        self._lag = 1 if world.device.type == "cuda" else 0  # steps after which a loss is looked at
+        self._losses = Losses(world.rank, on_gpu=world.device.type == "cuda")
+        self._local: LocalSteps | None = None
         atexit.register(self._close_at_exit)
 
     def assemble(self, batch: Any = None) -> None:
@@ -114,6 +112,7 @@ class Engine:
         axes = (*self.plan.data_axes, *(["stage"] if self.plan.stages else []))
         self._group = self._grid.group(*axes)  # who knows of one global loss
         self._together = None if self._local else self._group  # who shares every step
+        self._losses.group = self.world.control if self._together else None
         self._shared_axes = tuple(axis for axis in ("stage", "split") if axis not in self.plan.data_axes)
         self._partners = self._grid.control(*self._shared_axes) if self.plan.in_parts else None
         self._keeper.takes(parts)
@@ -134,7 +133,7 @@ class Engine:
         self._clock.lap("data")
         with self._explained():
             inputs = as_batch(batch, named, self.world.device)
-            count = self._count(inputs, samples)
+            count = self._feeding.count(inputs, samples)
             parts = self._assembled(inputs)
             self._compare_batches(inputs)
             with idle(count == 0):
@@ -176,12 +175,12 @@ class Engine:
         ``data`` is a data set, shared out in batches of ``batch_size`` (64) a replica, or an iterable of batches that
         are this rank's own.
         """
-        self._share = None
+        self._feeding.taken()  # what is left of the batch before is no part of this
         batches = data
         if batch_size is not None or isinstance(data, Dataset):
-            batches = self._make_loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
+            batches = self._feeding.loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
         with self._as_one_model():
-            results = evaluate(self.model, self._judge, batches, metrics, self.world, self._taken)
+            results = evaluate(self.model, self._judge, batches, metrics, self.world, self._feeding.taken)
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
         return results
 
@@ -198,8 +197,8 @@ class Engine:
 
         ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together.
         """
-        size = self._replica_batch(batch_size, global_batch)
-        loader = self._make_loader(dataset, batch_size=size, **options)
+        size = self._feeding.replica_batch(batch_size, global_batch)
+        loader = self._feeding.loader(dataset, batch_size=size, **options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
         self.say(f"global batch {loader.global_batch} = {size} per replica x {self.plan.replicas}")
@@ -209,7 +208,7 @@ class Engine:
 
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
-        self._check_losses(0)  # nothing is kept that came of a loss nobody has looked at
+        self._losses.look()
         self._assembled()
         own = self._keeper.own_state()
         with self._as_one_model():
@@ -362,46 +361,13 @@ class Engine:
         except LossError as error:
             raise LossError(f"{self._here()}: {error}") from None
 
-    def _count(self, inputs: Any, samples: float | None) -> float:
-        share = self._taken()
-        if share == 0:  # a stand-in batch, whatever it holds
-            return 0
-        if samples is not None:
-            return samples
-        return count_samples(inputs) if share is None else share
-
-    def _taken(self) -> int | None:
-        """How many samples of the batch just handed out count; asked once a batch."""
-        share, self._share = self._share, None
-        return share
-
     def _note_loss(self, tally: Tally | StagedTally) -> None:
         """Raise on every rank, before the update, when the global loss is not finite.
 
-        On a GPU the host would have to wait for the loss, so there it is looked at one step later. With a loss scale,
-        a loss that is not finite is an overflow like others: its gradients are not finite, and the step is skipped.
+        With a loss scale that is an overflow like others: its gradients are not finite, and the step is skipped.
         """
-        if self._scaler.active:
-            return
-        self._unchecked.append((self.steps + 1, Late(tally.loss), tally))
-        self._check_losses(self._lag)
-
-    def _check_losses(self, lag: int) -> None:
-        while len(self._unchecked) > lag:
-            step, loss, tally = self._unchecked.pop(0)
-            if not math.isfinite(loss.read()):
-                self._refuse_loss(step, tally)
-
-    def _refuse_loss(self, step: int, tally: Tally | StagedTally) -> None:
-        losses = {self.world.rank: float(tally.local)}
-        if self._together and self.world.control:
-            losses = dict(enumerate(gather_json(losses[self.world.rank], self.world.control)))
-        bad = [rank for rank, value in losses.items() if not math.isfinite(value)]
-        where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        raise LossError(
-            f"the loss is {losses[bad[0]]} at step {step} on {where}; lower the learning rate, clip gradients, or "
-            "look at that batch"
-        )
+        if not self._scaler.active:
+            self._losses.note(self.steps + 1, tally)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -478,40 +444,6 @@ class Engine:
             for line in placement_table(marks, self.plan.mesh, self.plan.order, here):
                 self.say(line)
 
-    def _make_loader(self, dataset: Any, **options: Any) -> Loader:
-        return Loader(
-            dataset,
-            **{"seed": self.world.seed, "shares": self.plan.shares, **options},
-            rank=self._replica,
-            world_size=self.plan.replicas,
-            device=self.world.device,
-            group=self._data_group(),
-            on_share=self._on_share,
-        )
-
-    def _replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
-        if (batch_size is None) == (global_batch is None):
-            raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
-        if batch_size is not None:
-            return batch_size
-        assert global_batch is not None
-        replicas = self.plan.replicas
-        size, rest = divmod(global_batch, replicas)
-        if rest or size < 1:
-            near = [n * replicas for n in (size, size + 1) if n]
-            raise DataError(
-                f"global_batch={global_batch} cannot be divided over {replicas} replicas; "
-                f"{' or '.join(map(str, near))} can"
-            )
-        return size
-
-    def _data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share out data among them, for small messages: all of them, or one of each replica."""
-        return self._grid.control(*self.plan.data_axes) if self.plan.in_parts else self.world.control
-
-    def _on_share(self, samples: int) -> None:
-        self._share = samples
-
     def _chosen(self, name: str | None) -> Mapping[str, torch.optim.Optimizer]:
         if name is None:
             return self.optimizers
@@ -520,7 +452,7 @@ class Engine:
         return {name: self.optimizers[name]}
 
     def _has_local_statistics(self) -> bool:
-        return self.world.size > 1 and not self.plan.sync_batch_norm and bool(batch_norm_names(self.model))
+        return self.plan.replicas > 1 and not self.plan.sync_batch_norm and bool(batch_norm_names(self.model))
 
     @contextlib.contextmanager
     def _as_one_model(self) -> Iterator[None]:
@@ -530,7 +462,7 @@ class Engine:
                 yield
             return
         if self._has_local_statistics():
-            average_buffers(self.model)
+            average_buffers(self.model, self._grid.group(*self.plan.data_axes))
         yield
 
     def _total_steps(self) -> int | None:

@@ -3,9 +3,8 @@
     echelon run --procs 2 examples/many_classes.py
     python examples/many_classes.py
 
-The head has 5,000 classes, far more weights than the rest. It is split: each process holds some of the classes, features
-of all processes come to each of them, and neither weights nor logits are ever gathered, not even for the accuracy. The
-same script trains the same model on one process.
+The head has 5,000 classes, far more weights than the rest. It is split: each process holds some of the classes, the
+features of all processes come to each, and neither weights nor logits are ever gathered, not even for the accuracy.
 """
 
 import torch
@@ -56,7 +55,10 @@ def main(epochs: int = 2, global_batch: int = 240) -> None:
             engine.step(pictures, labels)
     found = engine.evaluate(unseen, batch_size=250, metrics=["accuracy", "top5"])
     if echelon.is_first_worker():
-        print(f"each of {echelon.world_size()} processes: {global_batch // engine.plan.replicas} pictures a step, ", end="")
+        print(
+            f"each of {echelon.world_size()} processes: {global_batch // engine.plan.replicas} pictures a step, ",
+            end="",
+        )
         print(f"{len(model.head.weight):,} of {CLASSES:,} classes")
         print(f"of {len(unseen):,} unseen pictures {found['accuracy']:.1%} right, {found['top5']:.1%} among five")
 

@@ -67,7 +67,7 @@ def loss_of(scores: Tensor, letters: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), letters.flatten())
 
 
-def write(weights: dict[str, Tensor], count: int = 120) -> str:
+def write(weights: dict[str, Tensor], count: int = 100) -> str:
     """What a whole model, made from all stages' weights, writes after a line break."""
     model = Writer().eval()
     model.load_state_dict(weights)
@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=0, help="0: as many as processes")
     parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved or zero-bubble")
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lines", type=int, default=500, help="length of the play")
+    parser.add_argument("--epochs", type=int, default=4)
     args = parser.parse_args()
 
     echelon.init(seed=0)
@@ -93,9 +94,9 @@ def main() -> None:
     if stages > 1:
         how = echelon.pipeline(micro_batches=args.micro_batches, schedule=args.schedule, stages=stages)
         echelon.annotate(model, {"": how})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     engine = echelon.distribute(model, loss=loss_of, optimizer=optimizer, log=echelon.Log(console=False))
-    text = play(1000)
+    text = play(args.lines)
     rows = text[: len(text) // LENGTH * LENGTH]
     wanted = torch.cat([rows[1:], text[:1]]).view(-1, LENGTH)
     loader = engine.loader(TensorDataset(rows.view(-1, LENGTH), wanted), global_batch=16)

@@ -66,3 +66,22 @@ def test_nothing_to_evaluate_and_unknown_metrics() -> None:
         engine.evaluate([])
     with pytest.raises(UsageError, match="no metric 'acuracy'; did you mean 'accuracy'"):
         engine.evaluate([(torch.ones(1, 2), torch.ones(1, 1))], metrics=["acuracy"])
+
+
+def classified(samples: int, spread: bool) -> dict[str, float]:
+    """A head that is split over classes: metrics ask all ranks that share it, also those whose batch counts nothing."""
+    echelon.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 7))
+    echelon.annotate(model, {"2": echelon.split(), **({"1": echelon.replicate()} if spread else {})})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = echelon.distribute(model, loss=F.cross_entropy, optimizer=optimizer, log=QUIET)
+    return engine.evaluate(data(samples), batch_size=4, metrics=["accuracy", "top5"])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("samples", [3, 13])  # with 13, one rank of three has nothing left in the last batch
+def test_split_outputs_are_judged_by_all_ranks_and_count_once(samples: int, spread: bool) -> None:
+    expected = run(classified, samples, spread, ranks=1)[0]
+    for results in run(classified, samples, spread, ranks=3):
+        assert results == pytest.approx(expected, rel=1e-5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,34 @@ from typing import Any
 import matrix
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import run
-from matrix import MODELS, Layout, batch_of, loss_of
-from torch import Tensor
+from matrix import Layout, batch_of, loss_of
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
-from echelon import Strategy, split
-from echelon.checkpoint import Stored, find
+from echelon import Amp, Checkpoint, Lamb, Strategy, pipeline, split, stage
+from echelon.checkpoint import Stored, export, find
 from echelon.objective import Objective
+from echelon.plan.mesh import lines
+from echelon.world import seed_everything
+
+
+class Odd(matrix.Transformer):
+    """Nothing divides: a tied table with an odd number of rows, a parameter without dimensions, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab=25)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.offset = nn.Parameter(torch.linspace(0.0, 1.0, 25), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x) + self.offset
+
+
+MODELS: dict[str, type[nn.Module]] = matrix.MODELS | {"transformer": Odd}
 
 
 @dataclass(frozen=True)
@@ -110,11 +129,11 @@ def all_moves() -> list[Move]:
 
 
 def some_moves() -> list[Move]:
-    """Every layout of every model once as a beginning and once as an end."""
+    """Every layout of two models once as a beginning and once as an end; and batch norm's statistics on their way."""
     lot = random.Random(17)
     moves = []
-    for model, merge in [*((model, 1) for model in MODELS), ("transformer", 2), ("experts", 2)]:
-        cycle = _of(model)
+    for model, merge in [("convnet", 1), ("transformer", 2), ("experts", 2)]:
+        cycle = _of(model) if merge > 1 else ["one", "spread2", "split2", "interleaved2", "shard3 on 3", "pp2 x dp2"]
         lot.shuffle(cycle)
         moves += [Move(model, *pair, merge) for pair in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
     return moves
@@ -149,7 +168,14 @@ OPTIMIZERS: dict[str, Any] = {
 
 def go(engine: Any, model: str, steps: Iterable[int]) -> None:
     for step in steps:
-        engine.step(*matrix.share(batch_of(model, step), engine._replica, engine.plan.replicas))
+        engine.step(*own_share(engine, batch_of(model, step)))
+
+
+def own_share(engine: Any, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """This rank's part of a global batch."""
+    plan = engine.plan
+    line = next(line for line in lines(plan.mesh, plan.order, plan.data_axes) if echelon.rank() in line)
+    return matrix.share(batch, line.index(echelon.rank()), plan.replicas)
 
 
 def begin(moves: Sequence[Move], directory: str) -> None:
@@ -203,7 +229,7 @@ class Reference:
         found = {f"model.{name}": p.detach() for name, p in named.items()}
         found |= {f"model.{name}": buffer for name, buffer in self.net.named_buffers()}
         for name, parameter in named.items():
-            for field, value in self.optimizer.state[parameter].items():
+            for field, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found[f"optimizer.main.{name}.{field}"] = value
         return found
@@ -243,6 +269,15 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 # ---- any layout to any other ----
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The reference shares two cores with others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[dict[str, Tensor]]]]:
     """Saved in all first layouts, gone on with in all second ones; jobs of one size share their processes."""
@@ -269,3 +304,201 @@ def test_what_one_layout_saves_another_goes_on_with(move: Move, moved: Any) -> N
     plain = plain_state(f"{directory}/{move.name}")
     for rank, whole in enumerate(found[move.name]):
         assert_same(whole, plain, 0.0, f"{move.name}, rank {rank}")
+
+
+@pytest.mark.parametrize("layout", ["pp2 x split2", "shard3 x pp2"])
+def test_weights_of_parts_are_exported_as_one_plain_model(layout: str, moved: Any, tmp_path: Path) -> None:
+    directory, _ = moved
+    for move in [move for move in MOVES if move.second == layout]:
+        out = tmp_path / f"{move.model}.safetensors"
+        export(f"{directory}/{move.name}", out)
+        torch.manual_seed(99)
+        fresh = MODELS[move.model]()
+        fresh.load_state_dict(load_file(out), strict=True)
+        expected = {f"model.{name}": value for name, value in fresh.named_parameters()}
+        kept = stored(f"{directory}/{move.name}", *expected)
+        assert_same({name: value.detach() for name, value in expected.items()}, kept, 0.0, move.name)
+
+
+# ---- the same layout: bit for bit ----
+
+
+class Dropping(nn.Module):
+    """Dropout inside what is split and outside of it, batch norm, and layers enough for two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2))
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.last = nn.Sequential(nn.LayerNorm(16), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)[:, None, :])[:, 0])
+
+
+MARKS: dict[str, dict[str, Any]] = {
+    "dp": {},
+    "split": {"block": split(), "last.2": split()},
+    "pp": {"": pipeline(micro_batches=2), "first": stage(0), "block": stage(0), "last": stage(1)},
+}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a run stops: after ``batches``; ``merge`` of them make an update."""
+
+    ranks: int
+    marks: str
+    merge: int = 1
+    shard: int | None = None
+
+
+STOPS = [
+    Stop(2, "split"), Stop(2, "split", 3), Stop(2, "dp", 1, 3), Stop(2, "dp", 3, 3), Stop(2, "dp", 3, 1),
+    Stop(4, "pp"), Stop(4, "pp", 3), Stop(4, "pp", 3, 3),
+]  # fmt: skip
+BATCHES = 7  # when a run stops
+
+
+def dropping(stop: Stop, directory: str, scramble: bool) -> tuple[Any, Any]:
+    seed_everything(4)
+    net = echelon.annotate(Dropping(), MARKS[stop.marks])
+    made = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if scramble:  # what a run has drawn when it stopped must come from the checkpoint
+        seed_everything(1000 + echelon.rank())
+    engine = echelon.distribute(
+        net,
+        loss=F.cross_entropy,
+        optimizer=made,
+        scheduler=torch.optim.lr_scheduler.MultiStepLR(made, [3, 6], 0.3),
+        strategy=Strategy(gradient_merge=stop.merge, shard=stop.shard),
+        checkpoint=Checkpoint(dir=directory, every=2),
+        log=QUIET,
+    )
+    g = torch.Generator().manual_seed(9)
+    data = torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g)
+    return engine, engine.loader(data, batch_size=4)
+
+
+def all_state(engine: Any, directory: str) -> dict[str, Tensor]:
+    """What the run has become; random streams by what they give next."""
+    path = engine.save(directory, wait=True)
+    found = stored(path, "model.", "optimizer.")
+    engine.close()
+    return found | {"chance": torch.rand(3)}
+
+
+def to_the_end(stop: Stop, directory: str, scramble: bool = False) -> tuple[int, dict[str, Tensor]]:
+    """Three epochs; how many steps there were already, and what the run has become."""
+    engine, loader = dropping(stop, directory, scramble)
+    before = engine.steps
+    for _ in loader.epochs(3):
+        for x, y in loader:
+            engine.step(x, y)
+    return before, all_state(engine, f"{directory}/end")
+
+
+def stopping(stop: Stop, directory: str) -> None:
+    engine, loader = dropping(stop, directory, scramble=False)
+    batches = (batch for _ in loader.epochs(3) for batch in loader)
+    for _, batch in zip(range(BATCHES), batches, strict=False):
+        engine.step(*batch)
+    if stop.merge > 1:
+        engine.save(wait=True)  # between two updates; else from the last that was kept by itself
+    engine.close()
+
+
+def stopped_and_resumed(stops: Sequence[Stop], directory: str) -> list[Any]:
+    echelon.init()
+    found = []
+    for number, stop in enumerate(stops):
+        _, through = to_the_end(stop, f"{directory}/through-{number}")
+        stopping(stop, f"{directory}/{number}")
+        found.append((through, *to_the_end(stop, f"{directory}/{number}", scramble=True)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_that_stops_and_goes_on_in_its_layout_ends_bit_for_bit_the_same(ranks: int, tmp_path: Path) -> None:
+    stops = [stop for stop in STOPS if stop.ranks == ranks]
+    for rank, results in enumerate(run(stopped_and_resumed, stops, str(tmp_path), ranks=ranks, timeout=180)):
+        for stop, (through, before, resumed) in zip(stops, results, strict=True):
+            assert before == (BATCHES // stop.merge if stop.merge > 1 else BATCHES // 2 * 2), f"{stop}, rank {rank}"
+            assert_same(resumed, through, 0.0, f"{stop}, rank {rank}")
+
+
+def dropping_differently(directory: str) -> dict[str, Tensor]:
+    """Train as two replicas, go on as two halves of one: what both hold must stay one."""
+    echelon.init(seed=4)
+    engine, _ = dropping(Stop(2, "dp"), f"{directory}/dp", scramble=False)
+    x, y = torch.ones(4, 6) * (1 + echelon.rank()), torch.arange(4) % 3
+    engine.step(x, y)
+    engine.save(wait=True)
+    engine.close()
+    engine, _ = dropping(Stop(2, "split"), f"{directory}/split", scramble=True)
+    engine.load(f"{directory}/dp")
+    engine.step(x / (1 + echelon.rank()), y)
+    held = {name: p.detach().clone() for name, p in engine.model.named_parameters() if "block" not in name}
+    engine.close()
+    return {name: value for name, value in held.items() if "last.2" not in name}
+
+
+def test_replicas_that_become_halves_draw_the_same_random_numbers(tmp_path: Path) -> None:
+    first, second = run(dropping_differently, str(tmp_path))
+    assert_same(first, second, 0.0, "dp2 -> split2")
+
+
+# ---- optimizers that go by norms of whole parameters; overflows ----
+
+NORMED = ["split 3:1", "spread2", "pp2", "shard1", "shard3", "shard3 on 3", "shard3 x split2", "shard3 x pp2"]
+
+
+def by_norms(layouts: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    echelon.init()
+    found = {}
+    for name in layouts:
+        for strategy, optimizer, settings in (("lars", "sgd", True), ("lamb", "adamw", Lamb(eps=1e-3))):
+            engine = make("transformer", LAYOUTS[name], optimizer, **{strategy: settings})
+            go(engine, "transformer", range(3))
+            found[f"{strategy} {name}"] = engine.whole_state()
+            engine.close()
+    return found
+
+
+def test_lars_and_lamb_go_by_norms_of_whole_parameters_in_every_layout() -> None:
+    one = run(by_norms, ["one"], ranks=1)[0]
+    for ranks in (2, 3, 4):
+        here = [name for name in NORMED if LAYOUTS[name].ranks == ranks]
+        for rank, found in enumerate(run(by_norms, here, ranks=ranks, timeout=120)):
+            for case, weights in found.items():
+                assert_same(weights, one[f"{case.split()[0]} one"], 1e-5, f"{case}, rank {rank}")
+
+
+def overflowing(layouts: Sequence[str]) -> list[tuple[int, bool, bool]]:
+    """One gradient on one rank is infinite in the second step: who skips it, and who steps in the third."""
+    echelon.init()
+    found = []
+    for name in layouts:
+        engine = make("transformer", LAYOUTS[name], amp=Amp(loss_scale="dynamic", init_scale=64.0))
+        go(engine, "transformer", [0])
+        before = engine.whole_state()
+        own = dict(engine.model.named_parameters())["blocks.3.linear2.weight"]
+        spoils = echelon.rank() == echelon.world_size() - 1
+        handle = own.register_hook(lambda gradient: gradient * torch.inf) if spoils else None
+        go(engine, "transformer", [1])
+        skipped = engine.whole_state()
+        if handle is not None:
+            handle.remove()
+        go(engine, "transformer", [2])
+        stepped = engine.whole_state()
+        same = [all(torch.equal(a[n], b[n]) for n in a) for a, b in ((before, skipped), (skipped, stepped))]
+        found.append((engine.skipped, *same))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: int) -> None:
+    names = {2: ["pp2", "split2", "spread2", "shard1"], 4: ["pp2 x dp2", "pp2 x split2", "shard1 x pp2"]}[ranks]
+    for found in run(overflowing, names, ranks=ranks, timeout=120):
+        assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, (1, True, False))

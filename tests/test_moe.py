@@ -361,10 +361,10 @@ def test_the_gate_computes_in_32_bits_also_for_16_bit_tokens() -> None:
 @pytest.mark.parametrize(
     ("mark", "line"),
     [
-        (Split(how="row"), "has Split(how='row'), but a mixture of experts is split by experts; leave how out"),
-        (Split(sequence=True), "has Split(sequence=True), but a mixture of experts has no layers to cut it for"),
-        (Split(gather=False), "has Split(gather=False), but a mixture of experts has no part to hand on"),
-        (Split(weights=(1.0, 2.0)), "has Split(weights=...) of 2 numbers, but 1 devices share it"),
+        (Split(how="row"), "has split(how='row'), but a mixture of experts is split by experts; leave how out"),
+        (Split(sequence=True), "has split(sequence=True), but a mixture of experts has no layers to cut it for"),
+        (Split(gather=False), "has split(gather=False), but a mixture of experts has no part to hand on"),
+        (Split(weights=(1.0, 2.0)), "has split(weights=...) of 2 numbers, but 1 devices share it"),
     ],
 )
 def test_splits_that_experts_do_not_have(mark: Split, line: str) -> None:

@@ -440,7 +440,7 @@ def test_bytes_sent_between_and_inside_hosts() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_bytes_sent_by_replicas_that_share_out(ranks: int) -> None:
-    """Scattering and gathering are the two halves of an all-reduce; frozen weights are gathered, but have no gradient."""
+    """Scattering and gathering are the two halves of an all-reduce; frozen weights are only gathered."""
     close = {"rel": 5e-3}
     half = ring(NUMELS, ranks) / 2
     everything = half + ring([100_000, 1000], ranks) / 2

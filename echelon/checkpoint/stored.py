@@ -86,7 +86,7 @@ class Stored:
         for name, part in parts.items():
             for box in part.layout.boxes():
                 for chunk in self._entry(name).chunks:
-                    if _overlap(box, chunk):
+                    if _overlap(box, chunk) is not None:
                         wanted.setdefault(chunk, []).append((part, box))
         for chunk, source in self._read(wanted):
             for part, box in wanted[chunk]:
@@ -183,7 +183,7 @@ def _region(source: torch.Tensor, item: ReadItem) -> torch.Tensor:
 
 
 def _overlap(box: Box, chunk: Chunk) -> list[tuple[int, int]] | None:
-    """Where a box and a chunk meet, as a range of the whole along every dimension."""
+    """Where a box and a chunk meet, as a range of the whole along every dimension. Scalars, without any, do."""
     ranges = [
         (max(a, b), min(a + m, b + n))
         for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)

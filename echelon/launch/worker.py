@@ -199,11 +199,18 @@ def _is_frame_of_ours(code: CodeType) -> bool:
     return code.co_filename in (__file__, runpy.__file__, "<frozen runpy>")
 
 
+def _said(error: BaseException) -> str:
+    """Its message; before it where that was, if the pipeline has noted it: long messages are cut at their end."""
+    ours = "echelon: "
+    places = [note.removeprefix(ours) for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
+    return ": ".join([*places, str(error)])
+
+
 def _record_end(error: BaseException, story: str, secondary: bool) -> None:
     plain_exit = isinstance(error, SystemExit)
     record = {
         "kind": "" if plain_exit else type(error).__name__,
-        "message": "" if plain_exit else str(error),
+        "message": "" if plain_exit else _said(error),
         "traceback": "" if _is_ours(error) else story,
         "secondary": secondary,
         "time": time.time(),

@@ -42,7 +42,7 @@ def agree_on_batch(batch: Any, group: dist.ProcessGroup | None, ranks: Sequence[
         together = ", ".join(map(str, members))
         raise DataError(
             f"rank {strangers[0]} was given another batch than rank {members[0]}, but ranks {together} work on one "
-            "batch together; take batches from engine.loader(), or give all of them the same"
+            "batch together; take batches from engine.loader(), of data that is the same on all of them"
         )
 
 

@@ -43,7 +43,11 @@ class Grid:
 
     def control(self, *axes: str) -> dist.ProcessGroup | None:
         """A group of the same ranks for small messages between hosts' memories."""
-        return None if self.size(*axes) == 1 else self._mine(lines(self._mesh, self._order, axes), "gloo")
+        key = ("control", *(axis for axis in AXES if axis in axes))
+        if key not in self._made:
+            alone = self.size(*axes) == 1
+            self._made[key] = None if alone else self._mine(lines(self._mesh, self._order, axes), "gloo")
+        return self._made[key]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
         """As ``group``, but with connections of its own."""

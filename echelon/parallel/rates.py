@@ -18,7 +18,7 @@ def rate_factor(plan: Plan, step: int) -> float:
     scaling = plan.lr_scaling
     if scaling is None:
         return 1.0
-    full = scaling.factor(plan.ranks * plan.gradient_merge)
+    full = scaling.factor(plan.replicas * plan.gradient_merge)
     warm = min(step / scaling.warmup_steps, 1.0) if scaling.warmup_steps else 1.0
     return 1.0 + (full - 1.0) * warm
 

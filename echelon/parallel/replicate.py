@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def broadcast_state(model: nn.Module) -> None:
@@ -19,21 +20,21 @@ def broadcast_state(model: nn.Module) -> None:
             scatter(flat, tensors)
 
 
-def average_buffers(model: nn.Module) -> None:
+def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Batch-norm statistics that were kept per replica differ between ranks; one model has one set of them."""
-    average(model.buffers())
+    average((buffer for buffer in model.buffers() if not isinstance(buffer, FakeTensor)), group)
 
 
 @torch.no_grad()
-def average(tensors: Iterable[Tensor]) -> None:
-    """Average floating-point tensors over replicas, in place; others become rank 0's."""
+def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Average floating-point tensors over replicas, in place; others become those of the first."""
     for same in _by_kind(tensors):
         flat = flatten(same)
         if flat.is_floating_point():
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
+            dist.all_reduce(flat, group=group)
+            flat /= dist.get_world_size(group)
         else:
-            dist.broadcast(flat, src=0)
+            dist.broadcast(flat, group=group, group_src=0)
         scatter(flat, same)
 
 

@@ -164,7 +164,7 @@ def _with_default(model: nn.Module, marks: Marks) -> Marks:
 
 
 def _order(cluster: Cluster | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
-    if cluster is None:
+    if cluster is None or ranks == 1:  # one process runs everything, however it would be spread
         return ()
     order = cluster.arrange(mesh.get("stage", 1) * mesh.get("split", 1), ranks, ranks_per_host)
     return () if order == tuple(range(ranks)) else order

@@ -59,7 +59,7 @@ class BetweenUnits(OperationMode):  # type: ignore[no-untyped-call]
         operands = tensors_in((args, kwargs))
         if _looks_at_values(func):
             args, looked_at = _with_positions(func, args, operands)
-            self._observer.looked(str(func), looked_at)
+            self._observer.looked(_as_written(func), looked_at)
         result = func(*args, **kwargs)
         self._observer.computed(tensors_in(result), operands, _written(func, args, kwargs), _draw(func))
         return result
@@ -104,6 +104,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> Tensors:
 def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(func._schema.arguments)
     return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+def _as_written(func: Any) -> str:
+    return "if, float() or item()" if func is torch.ops.aten._local_scalar_dense.default else str(func)
 
 
 @functools.cache

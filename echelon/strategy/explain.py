@@ -165,7 +165,8 @@ def _sharded(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[
     if shard is None or job.ranks == 1:
         return
     trained, frozen = sum(size.bytes for size in _sizes(model)), _frozen(model)
-    rows = [("shard", "parameters", "gradients", "optimizer state, for each tensor of it (momentum: 1, Adam: 2)")]
+    state = "optimizer state, for each tensor of it (momentum: 1, Adam: 2)"
+    rows: list[tuple[str, ...]] = [("shard", "parameters", "gradients", state)]
     for level in range(4):
         held = traffic.held(level, trained, frozen, job.ranks, strategy.gradient_merge)
         name = f"level {level}{' *' if level == shard.level else ''}" if level else "without"

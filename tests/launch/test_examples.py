@@ -9,6 +9,7 @@ from pathlib import Path
 from command import echelon
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+WORDS = set(re.findall(r"\w+", "ROMEO JULIET NURSE FRIAR night love lord alas come heart stars dream rest"))
 
 
 def run(name: str, *args: object, cwd: Path) -> str:
@@ -54,6 +55,39 @@ def test_strategies_learn_alike_and_send_less(tmp_path: Path) -> None:
     assert sent["dgc, 99 % kept back"] < 0.05 * sent["plain"]
 
 
+def test_a_pipeline_learns_to_write_the_same_on_two_processes_as_on_one(tmp_path: Path) -> None:
+    out = run("pipeline.py", "--epochs", 2, cwd=tmp_path)
+    found = re.match(r"([\d,]+) of ([\d,]+) weights on process 0; loss ([\d.]+)\n", out)
+    assert found, out
+    here, whole = (int(number.replace(",", "")) for number in found.groups()[:2])
+    assert 0.45 < here / whole < 0.55
+    assert float(found[3]) < 1.2  # guessing letters by how often they come gives 3.2
+    assert len(set(re.findall(r"\w+", out[found.end() :])) & WORDS) > 1, out
+    short = ["--stages", 2, "--lines", 60, "--epochs", 1]
+    alone = echelon("run", "--procs", 1, EXAMPLES / "pipeline.py", *short, cwd=tmp_path).out
+    both = run("pipeline.py", *short, "--schedule", "zero-bubble", cwd=tmp_path)
+    losses = [float(text.partition("; loss ")[2].split()[0]) for text in (alone, both)]
+    assert abs(losses[0] - losses[1]) < 0.002, losses
+
+
+def test_many_classes_are_told_apart_by_processes_that_know_half_of_them(tmp_path: Path) -> None:
+    out = run("many_classes.py", cwd=tmp_path)
+    assert "each of 2 processes: 120 pictures a step, 2,500 of 5,000 classes" in out
+    found = re.search(r"of 5,000 unseen pictures ([\d.]+)% right, ([\d.]+)% among five", out)
+    assert found, out
+    assert float(found[1]) > 90
+    assert float(found[2]) > 98
+
+
+def test_experts_learn_what_one_dense_layer_cannot(tmp_path: Path) -> None:
+    out = run("experts.py", cwd=tmp_path)
+    pattern = r"^(\w+) +loss on unseen tokens ([\d.]+) +([\d,]+) weights, +([\d,]+) of them on each process$"
+    found = {name: rest for name, *rest in re.findall(pattern, out, re.MULTILINE)}
+    assert float(found["experts"][0]) < 0.6 * float(found["dense"][0]), out
+    assert found["experts"][1:] == ["8,704", "4,416"]  # half of the experts, and the whole gate
+
+
 def test_every_example_is_tested() -> None:
     tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
+    tested |= {"experts.py", "many_classes.py", "pipeline.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.errors import UsageError
+from echelon.parallel.pipeline.loans import MOST_KNOWN, Loans, renewed
 from echelon.parallel.split.spread import whole
-from echelon.plan.foretell import entered, foretell, is_placeholder, mixing, placeholder
+from echelon.plan.foretell import foretell, is_placeholder, mixing, placeholder
 from echelon.plan.leaves import Parts, take_apart, tensors_of
 from echelon.plan.listen import call_plainly, listening, make_heard
 from echelon.plan.record import Recording
 
 Part = Literal["B", "I", "W"]
 AUXILIARY = "auxiliary_loss"
-MOST_KNOWN = 10_000  # kinds of input; where lengths vary, there are many
 
 
 class Deferred(Protocol):
@@ -100,7 +100,7 @@ class StageRunner:
         plan = self._plans[stage]
         _forget_auxiliary(self._own[stage])
         leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
-        loans = _Loans(self._lent, (stage, micro))
+        loans = Loans(self._lent, (stage, micro))
         running = _Pass(plan, self._units, leaves, self._outlook, loans, self._seen.get(micro))
         deferred = self._defer() if self._defer and self._training else None
         with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
@@ -170,7 +170,7 @@ class _StagePlan:
         self._inputs, self._written = recording.inputs[stage], recording.written
         self.own = {name for name, at in recording.units.items() if at == stage}
 
-    def batch(self, whole: Any, loans: _Loans) -> Any:
+    def batch(self, whole: Any, loans: Loans) -> Any:
         """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
         leaves, structure = tree_flatten(whole)
         if len(leaves) != len(self._inputs):
@@ -184,7 +184,7 @@ class _StagePlan:
         ]
         return tree_unflatten(mine, structure)
 
-    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: _Loans) -> Tensor:
+    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: Loans) -> Tensor:
         if not needed:
             return loans.given(f"batch/{at}", leaf)
         return leaf.clone() if at in self._written else leaf
@@ -223,7 +223,7 @@ class _Pass:
         units: Mapping[str, nn.Module],
         received: Mapping[str, Tensor],
         outlook: _Outlook,
-        loans: _Loans,
+        loans: Loans,
         seen: Seen | None,
     ) -> None:
         self._plan, self._units, self._received, self._seen = plan, units, received, seen
@@ -311,41 +311,6 @@ class _Pass:
                 )
 
 
-class _Loans:
-    """Placeholders for one stage and micro-batch, lent again in every step: to make one takes torch about as long as
-    several operations on small tensors."""
-
-    def __init__(self, known: dict[Hashable, Tensor], borrower: tuple[int, int]) -> None:
-        self._known, self._borrower = known, borrower
-        self._out: list[Hashable] = []
-
-    def given(self, key: str, like: Tensor) -> Tensor:
-        """As a part of the batch."""
-        return self._lend(key, like, placeholder)
-
-    def made(self, key: str, like: Tensor) -> Tensor:
-        """As something that a unit returned."""
-        return self._lend(key, like, _renewed)
-
-    def _lend(self, key: str, like: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        if like.layout != torch.strided:
-            return make(like)
-        look = (self._borrower, key, torch.is_grad_enabled(), like.shape, like.stride(), like.dtype, like.device)
-        self._out.append(look)
-        if look not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[look] = make(like)
-        return self._known[look]
-
-    def settle(self) -> None:
-        """The pass is over. One that glue has changed in place would keep what it has put into it."""
-        for look in self._out:
-            lent = self._known.get(look)
-            if lent is not None and (lent._version or lent.requires_grad != (lent.grad_fn is not None)):
-                del self._known[look]
-
-
 class _Outlook:
     """What foreign units return, as placeholders. Asked of each unit once for each kind of input."""
 
@@ -372,12 +337,8 @@ class _Outlook:
 def _bare(output: Parts) -> Parts:
     """The same with placeholders of its own: tensors of a pass would live on in them, by their history."""
     again = take_apart(output.together(placeholder(x) if isinstance(x, Tensor) else x for x in output.leaves))
-    lent = [_renewed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
+    lent = [renewed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
     return Parts(lent, again.pattern, again.together)
-
-
-def _renewed(leaf: Tensor) -> Tensor:
-    return entered(placeholder(leaf))
 
 
 def _surroundings() -> Hashable:

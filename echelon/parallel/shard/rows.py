@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +43,15 @@ class Cut:
         return given if self.dim is None else given.cut(self.dim, *self.ranges[rank])
 
 
-def cut_all(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, Cut]:
-    """Every parameter's cut. What does not divide goes to those ranks that have the least so far."""
+def cut_all(shapes: Mapping[str, tuple[int, ...]], ranks: int, shared: Collection[str] = ()) -> dict[str, Cut]:
+    """Every parameter's cut. What does not divide goes to those ranks that have the least so far.
+
+    ``shared``: those that other stages have too, beside other parameters; they must be cut alike everywhere.
+    """
     load = [0] * ranks
     cuts = {}
     for name, shape in shapes.items():
-        cuts[name] = _cut(shape, ranks, first=load.index(min(load)))
+        cuts[name] = _cut(shape, ranks, first=0 if name in shared else load.index(min(load)))
         for rank in range(ranks):
             load[rank] += math.prod(cuts[name].part_shape(rank))
     return cuts

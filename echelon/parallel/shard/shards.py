@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -34,6 +34,7 @@ class Shards:
     buckets:    for each optimizer the names of trained parameters, of one dtype, in the order of backward
     group:      the ranks that hold replicas of these parameters; ``None`` where there is only one
     gathering:  the same ranks over connections of their own, so that weights may overtake gradients (NCCL)
+    shared:     names of parameters that other stages have too
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Shards:
         *,
         gathering: dist.ProcessGroup | None = None,
         small: int = SMALL,
+        shared: Collection[str] = (),
     ) -> None:
         _check(model, parameters, optimizers, level, offload)
         device = device or next(iter(parameters.values())).device
@@ -57,7 +59,7 @@ class Shards:
         self.exchange = Exchange(group, device, gathering)
         owned = {id(p) for o in optimizers.values() for options in o.param_groups for p in options["params"]}
         chosen = {name: tuple(p.shape) for name, p in parameters.items() if level == 3 or id(p) in owned}
-        self._cuts = cut_all(chosen, self.exchange.ranks)
+        self._cuts = cut_all(chosen, self.exchange.ranks, shared)
         self.layouts = {name: cut.layout(layouts[name], self.exchange.me) for name, cut in self._cuts.items()}
         #: whether a shard counts where something is added up over ranks (a norm): what cannot be cut is on all of them
         self.counts = {name: cut.dim is not None or self.exchange.me == 0 for name, cut in self._cuts.items()}

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UsageError
@@ -170,7 +171,7 @@ class Visits:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):  # what another stage computes
             return tensor
         found = self._memory.get(tensor.untyped_storage().data_ptr())
         if found is not None and tensor.dtype == found[2].dtype:

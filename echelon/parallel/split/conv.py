@@ -56,7 +56,7 @@ def _convolve(conv: nn.Conv2d, x: Tensor, bias: Tensor | None, groups: int) -> T
 def conv_pieces(module: nn.Conv2d, mark: Split, axis: SplitAxis) -> list[Piece]:
     require_own_forward(module, nn.Conv2d)
     if mark.sequence:
-        raise Refused("has Split(sequence=True), but a convolution has no sequence; leave it out")
+        raise Refused("has split(sequence=True), but a convolution has no sequence; leave it out")
     by_row = mark.how == "row"
     ranges = ranges_of(module.in_channels if by_row else module.out_channels, mark, axis)
     if min(widths(ranges)) == 0:

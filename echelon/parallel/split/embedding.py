@@ -77,7 +77,7 @@ def embedding_pieces(module: nn.Embedding, mark: Split, axis: SplitAxis) -> list
         return [Piece(module, ColumnEmbedding, facts, {"weight": {1: (ranges[axis.rank],)}})]
     require_gather(mark, "an embedding split over its vocabulary")
     if module.scale_grad_by_freq:
-        raise Refused('has scale_grad_by_freq, which cannot be split over the vocabulary; use Split(how="column")')
+        raise Refused('has scale_grad_by_freq, which cannot be split over the vocabulary; use split(how="column")')
     begin, end = ranges_of(module.num_embeddings, mark, axis)[axis.rank]
     facts = {"axis": axis, "begin": begin, "end": end, "leave": Exit(mark, axis)}
     return [Piece(module, VocabularyEmbedding, facts, {"weight": {0: ((begin, end),)}})]

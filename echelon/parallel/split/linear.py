@@ -30,7 +30,7 @@ class Exit:
             return _plus(leave_by_sum(local, rows, self._axis), bias)
         if local.dim() < 3:
             raise UsageError(
-                f"Split(sequence=True) cuts dimension 1, but the activations are {local.dim()}-dimensional; "
+                f"split(sequence=True) cuts dimension 1, but the activations are {local.dim()}-dimensional; "
                 "leave sequence out, or give batch x sequence x features"
             )
         sizes = self._axis.sizes(local.shape[1], self._weights)

@@ -45,9 +45,9 @@ STACKED = ("w1", "b1", "w2", "b2")
 
 def moe_pieces(module: MoE, mark: Split, axis: SplitAxis) -> list[Piece]:
     if mark.how != "auto":
-        raise Refused(f"has Split(how={mark.how!r}), but a mixture of experts is split by experts; leave how out")
+        raise Refused(f"has split(how={mark.how!r}), but a mixture of experts is split by experts; leave how out")
     if mark.sequence:
-        raise Refused("has Split(sequence=True), but a mixture of experts has no layers to cut it for; leave it out")
+        raise Refused("has split(sequence=True), but a mixture of experts has no layers to cut it for; leave it out")
     require_gather(mark, "a mixture of experts")
     owned = ranges_of(module.experts, mark, axis)
     facts = {"axis": axis, "everyone": axis.group, "owned": owned}

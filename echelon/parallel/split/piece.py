@@ -48,7 +48,7 @@ class Piece:
 def ranges_of(total: int, mark: Split, axis: SplitAxis, unit: int = 1) -> list[Range]:
     """Every rank's part of ``total``, in whole ``unit``s."""
     if mark.weights is not None and len(mark.weights) != axis.size:
-        raise Refused(f"has Split(weights=...) of {len(mark.weights)} numbers, but {axis.size} devices share it")
+        raise Refused(f"has split(weights=...) of {len(mark.weights)} numbers, but {axis.size} devices share it")
     return [(begin * unit, end * unit) for begin, end in axis.ranges(total // unit, mark.weights)]
 
 
@@ -66,7 +66,7 @@ def require_own_forward(module: nn.Module, kind: type[nn.Module]) -> None:
 
 def require_gather(mark: Split, what: str) -> None:
     if not mark.gather:
-        raise Refused(f"has Split(gather=False), but {what} has no part to hand on; leave gather out")
+        raise Refused(f"has split(gather=False), but {what} has no part to hand on; leave gather out")
 
 
 def refuse_sequence_of_spread(mark: Split, axis: SplitAxis) -> None:

@@ -51,7 +51,7 @@ class Positionwise(nn.Module):
         normalized = len(self.normalized_shape) if isinstance(self, _LAYER_NORMS) else 0
         if x.dim() < 2 or normalized > x.dim() - 2:
             raise UsageError(
-                f'Split(how="sequence") of {type(self).__name__} cuts dimension 1, which a {x.dim()}-dimensional input '
+                f'split(how="sequence") of {type(self).__name__} cuts dimension 1, which a {x.dim()}-dimensional input '
                 "does not have to spare; leave the mark out"
             )
         return x
@@ -62,7 +62,7 @@ def sequence_pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[Pie
     ranges_of(axis.size, mark, axis)
     mixing = [type(child).__name__ for child in module.modules() if isinstance(child, _NOT_POSITIONWISE)]
     if mixing:
-        raise Refused(f'treats positions together ({mixing[0]}), so Split(how="sequence") cannot cut them apart')
+        raise Refused(f'treats positions together ({mixing[0]}), so split(how="sequence") cannot cut them apart')
     draws = any(isinstance(child, _DROPOUTS) for child in module.modules())
     facts = {"axis": axis, "mark": mark, "draws": draws}
     return [Piece(module, Positionwise, facts, partial=tuple(name for name, _ in module.named_parameters()))]

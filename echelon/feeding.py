@@ -1,0 +1,67 @@
+"""Feeding a run: the loaders of its replicas, and how many samples of the batch at hand count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.data import Loader
+from echelon.errors import DataError, UsageError
+from echelon.objective import count_samples
+from echelon.parallel.grid import Grid
+from echelon.plan import Plan
+from echelon.world import World
+
+
+class Feeding:
+    """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
+
+    def __init__(self, world: World, plan: Plan, grid: Grid) -> None:
+        self._world, self._plan, self._grid = world, plan, grid
+        self._replica = grid.index(*plan.data_axes)
+        self._share: int | None = None  # how many samples of the latest batch count
+
+    def loader(self, dataset: Any, **options: Any) -> Loader:
+        in_parts = self._plan.in_parts
+        return Loader(
+            dataset,
+            **{"seed": self._world.seed, "shares": self._plan.shares, **options},
+            rank=self._replica,
+            world_size=self._plan.replicas,
+            device=self._world.device,
+            group=self._grid.control(*self._plan.data_axes) if in_parts else self._world.control,
+            on_share=self._on_share,
+        )
+
+    def replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
+        """Samples for each replica, from one of the two."""
+        if (batch_size is None) == (global_batch is None):
+            raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
+        if batch_size is not None:
+            return batch_size
+        assert global_batch is not None
+        replicas = self._plan.replicas
+        size, rest = divmod(global_batch, replicas)
+        if rest or size < 1:
+            near = [n * replicas for n in (size, size + 1) if n]
+            raise DataError(
+                f"global_batch={global_batch} cannot be divided over {replicas} replicas; "
+                f"{' or '.join(map(str, near))} can"
+            )
+        return size
+
+    def count(self, batch: Any, samples: float | None) -> float:
+        """What a batch counts for: what the user says, or what the loader said of it, or its length."""
+        share = self.taken()
+        if share == 0:  # a stand-in batch, whatever it holds
+            return 0
+        if samples is not None:
+            return samples
+        return count_samples(batch) if share is None else share
+
+    def taken(self) -> int | None:
+        """How many samples of the batch just handed out count; asked once a batch."""
+        share, self._share = self._share, None
+        return share
+
+    def _on_share(self, samples: int) -> None:
+        self._share = samples
