@@ -432,7 +432,9 @@ class Engine:
             remedy = "" if self._local else "; sync_batch_norm=True gives those of one process"
             self.say(f"batch norm: statistics per replica (inexact){remedy}")
         owned = {id(p) for p in _parameters_of(self._given)}
-        left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in owned]
+        held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # in place of parameters
+        trained = [(name, held.get(name, p)) for name, p in self.model.named_parameters() if p.requires_grad]
+        left = [name for name, p in trained if id(p) not in owned]
         if left:
             self.say(f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ...")
 

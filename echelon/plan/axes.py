@@ -31,10 +31,13 @@ def find_axes(
 def _stage_ranks(stages: int, pipeline: Pipeline | None, size: int | None) -> int:
     if pipeline is None or pipeline.schedule != "interleaved":
         return stages
-    for ranks in range(stages // 2, 0, -1):
+    for ranks in range(stages // 2, 1, -1):
         if stages % ranks == 0 and (size is None or size % ranks == 0):
             return ranks
-    raise UsageError(f"an interleaved schedule needs at least two stages for every rank, there are {stages} stages")
+    raise UsageError(
+        f"an interleaved schedule puts two or more stages on each of two or more ranks, and {stages} stages cannot be "
+        "dealt out so; make 4, 6 or 8 of them, or use schedule='1f1b'"
+    )
 
 
 def _split_ranks(along: int, splits: bool, size: int | None, ranks: int) -> int:
