@@ -78,7 +78,6 @@ class Engine:
         self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
         # Of all ranks that work on one batch, one speaks for it.
         self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
-        self._checkpoint = checkpoint
         self._keeper = Keeper(world, self.stream, schedulers, checkpoint)
         self._pending: Path | None = None  # a checkpoint to load once the model is assembled
         self._log = log

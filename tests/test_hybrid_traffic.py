@@ -74,6 +74,8 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
     # a scatter of gradients and a gather of weights for the one bucket (an exchange between two is a send and a recv)
     "shard 1": ({}, {"shard": 1}, {"send": 2, "recv": 2, "all_gather": 1}),
     "shard 2": ({}, {"shard": 2}, {"send": 2, "recv": 2, "all_gather": 1}),
+    # weights are gathered for forward and for backward, gradients scattered
+    "shard 3": ({}, {"shard": 3}, {"send": 3, "recv": 3, "all_gather": 1}),
 }
 
 
