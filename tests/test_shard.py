@@ -20,6 +20,7 @@ from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import echelon
 from echelon.parallel.batch_norm import synchronize
@@ -358,7 +359,8 @@ def all_bytes() -> int:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+        tensors = [found for found in gc.get_objects() if isinstance(found, Tensor) and found.layout is torch.strided]
+    tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # which has no memory
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

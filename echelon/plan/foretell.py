@@ -85,6 +85,9 @@ def foretell(
     for is computed after all, on zeros in place of placeholders; ``stands_in`` is told of each such pair.
     """
     with undisturbed(module), _disable_current_modes():
+        for part in module.modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                part.training = False  # the same shapes, also for a single row, whose statistics torch refuses
         try:
             with placeholder_mode(), watch():
                 return call_plainly(module, args, kwargs)
