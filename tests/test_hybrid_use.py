@@ -90,7 +90,7 @@ def test_offload_changes_no_number(ranks: int, level: Any, offload: Any) -> None
 
 
 def placed() -> None:
-    echelon.init()
+    echelon.init(device="cpu")
     model = Marked()
     echelon.distribute(
         model,
@@ -104,5 +104,5 @@ def placed() -> None:
 def test_the_map_of_modules_to_devices_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     run(placed, ranks=4)
     rows = [line.split()[1:] for line in capfd.readouterr().out.splitlines()]
-    assert "lower 0 1 0:0 0:1 stage 0".split() in rows
-    assert "head 2 3 0:2 0:3 stage 1, split auto over 2".split() in rows
+    assert ["lower", "0", "1", "0:0", "0:1", "stage", "0"] in rows
+    assert ["head", "2", "3", "0:2", "0:3", "stage", "1,", "split", "auto", "over", "2"] in rows
