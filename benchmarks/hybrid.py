@@ -71,9 +71,7 @@ class Runner(Contender):
 
     def _last_words(self) -> str:
         """Of a host that ran out of memory, where there is one: others only say that it is gone."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").splitlines()
-        return next((line for line in lines if "memory" in line.lower()), super()._last_words())
+        return next((line for line in self._said() if "memory" in line.lower()), super()._last_words())
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _classification(classes: int, width: int, rows: int, memory: int | None = No
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
 
 
 _BERT = Size(vocab=12288, width=512, layers=6, sequence=32, rows=16)

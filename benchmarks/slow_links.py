@@ -117,9 +117,13 @@ class Contender:
         return [answers[host] for host in sorted(answers)]
 
     def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        lines = self._said()
         return lines[-1] if lines else "it ended without a word"
+
+    def _said(self) -> list[str]:
+        """Without a seek: the processes write where the file stands, and some may still be writing."""
+        descriptor = self._log.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
 
 
 def _environment(network: Network, host: int, port: int) -> dict[str, str]:

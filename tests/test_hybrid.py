@@ -10,18 +10,20 @@ from matrix import LAYOUTS, MODELS, OPTIONS, Case, Trained, all_cases, differenc
 
 def _chosen() -> list[Case]:
     """Walk through layouts, and through models and options beside them, so that each meets each other sooner or later.
-    The eight-rank layouts come once; ``python tests/matrix.py`` runs every case."""
+    Layouts of four and eight ranks come once; ``python tests/matrix.py`` runs every case."""
     sensible = set(all_cases())
     models, options = list(MODELS), list(OPTIONS)
     chosen: list[Case] = []
     for i, layout in enumerate(LAYOUTS):
-        most = 1 if LAYOUTS[layout].ranks > 4 else 2
+        most = 1 if LAYOUTS[layout].ranks > 3 else 2
         turns = [Case(models[(i + k) % 4], layout, options[(i + 2 * k) % 5]) for k in range(20)]
         chosen += [case for case in dict.fromkeys(turns) if case in sensible][:most]
     return chosen
 
 
 CASES = _chosen()
+
+pytestmark = pytest.mark.timeout(600)  # all cases share a few jobs, which the first test waits for
 
 
 @pytest.fixture(scope="module")
