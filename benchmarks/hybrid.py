@@ -143,7 +143,9 @@ class Race:
             yield
         except (ContenderFailed, OSError) as error:
             self.failed[name] = str(error)
-            self.runners = [each for each in self.runners if each.name != name]
+            for runner in [each for each in self.runners if each.name == name]:
+                runner.close()  # its other hosts' memory is wanted
+                self.runners.remove(runner)
             _progress(f"{self.setting.case}, {self.setting.hosts} hosts: {NAMES[name]} failed: {error}")
 
     def _row(self, runner: Runner, rate: str) -> dict[str, Any]:

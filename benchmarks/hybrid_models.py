@@ -131,11 +131,11 @@ def _classification(classes: int, width: int, rows: int, memory: int | None = No
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
 _BERT = Size(vocab=12288, width=512, layers=6, sequence=32, rows=16)
-_MILLION = _classification(1_000_000, 256, rows=8)
+_MILLION = _classification(1_000_000, 128, rows=8)
 
 CASES: dict[str, Case] = {
     "bert": _language(_BERT, head=2),
@@ -146,5 +146,5 @@ CASES: dict[str, Case] = {
     "classes-1000": _classification(1_000, 64, rows=8),
     "classes-100k": _classification(100_000, 512, rows=16),
     "classes-1m": _MILLION,
-    "classes-1m-limited": replace(_MILLION, memory=2_500_000_000),
+    "classes-1m-limited": replace(_MILLION, memory=1_500_000_000),
 }
