@@ -4,13 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test matrix lint bench clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+matrix: $(READY)
+	$(BIN)/python tests/matrix.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
