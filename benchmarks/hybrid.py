@@ -232,10 +232,13 @@ def _line(row: dict[str, Any]) -> str:
     return f"  {NAMES[row['contender']]:24} {figures}   {', '.join(ratios)}"
 
 
-def _keep(path: Path, part: str, results: list[dict[str, Any]]) -> None:
-    """Beside the results of other parts."""
+def _keep(path: Path, part: str, result: dict[str, Any]) -> None:
+    """Beside the results of other parts and settings, in place of an earlier one of this setting."""
     report = json.loads(path.read_text()) if path.exists() else {}
-    report |= {"cores": os.cpu_count(), "torch": torch.__version__, part: results}
+    others = [
+        each for each in report.get(part, []) if (each["case"], each["hosts"]) != (result["case"], result["hosts"])
+    ]
+    report |= {"cores": os.cpu_count(), "torch": torch.__version__, part: [*others, result]}
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -276,7 +279,7 @@ def main() -> None:
         results.append(race.results())
         show(results[-1])
         if args.out:
-            _keep(args.out, args.part, results)
+            _keep(args.out, args.part, results[-1])
     minutes = (time.monotonic() - begin) / 60
     print(f"\n{os.cpu_count()} cores, torch {torch.__version__}, {minutes:.0f} minutes; above 1 is faster")
     if any(result["losses_differ_by"] > TOLERANCE for result in results):
