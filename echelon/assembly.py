@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.annotate import Marks
+from echelon.marks import within
 from echelon.nn.moe import MoE
 from echelon.objective import Objective
 from echelon.parallel.agree import agree
@@ -182,7 +183,7 @@ def _here(model: nn.Module, stages: Recording | None, grid: Grid) -> Callable[[s
     foreign = [unit for unit, stage in stages.units.items() if stage not in mine]
 
     def here(name: str) -> bool:
-        inside = any(name == unit or name.startswith(f"{unit}.") for unit in foreign)
+        inside = any(within(name, unit) for unit in foreign)
         return not inside and holds(model.get_submodule(name))
 
     return here
@@ -228,17 +229,16 @@ def _recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]
     mine = hosted_stages(plan.stages, grid)
     units = [unit for unit, stage in plan.stages.units.items() if stage in mine]
 
-    def inside(name: str) -> bool:
-        return any(name == unit or name.startswith(f"{unit}.") for unit in plan.stages.units)  # type: ignore[union-attr]
+    everywhere = list(plan.stages.units)
 
-    def here(name: str) -> bool:
-        return any(name == unit or name.startswith(f"{unit}.") for unit in units)
+    def lies_in(units: list[str], name: str) -> bool:
+        return any(within(name, unit) for unit in units)
 
     spans = [names[0] if len(names) == 1 else names[0].rpartition(".")[0] for names in plan.recompute]
-    if not all(map(inside, [*spans, *plan.chains])):
+    if not all(lies_in(everywhere, name) for name in [*spans, *plan.chains]):
         return tuple((unit,) for unit in units), ()
-    segments = tuple(names for names, span in zip(plan.recompute, spans, strict=True) if here(span))
-    return segments, tuple(filter(here, plan.chains))
+    segments = tuple(names for names, span in zip(plan.recompute, spans, strict=True) if lies_in(units, span))
+    return segments, tuple(name for name in plan.chains if lies_in(units, name))
 
 
 def _count_experts_together(plan: Plan, model: nn.Module, grid: Grid, here: Callable[[str], bool]) -> None:

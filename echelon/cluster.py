@@ -18,6 +18,7 @@ from types import TracebackType
 
 from echelon.annotate import Marks
 from echelon.errors import UsageError
+from echelon.marks import within
 from echelon.plan.mesh import coordinates
 from echelon.strict import require, strict
 
@@ -173,7 +174,7 @@ Row = tuple[str, str, str, str]
 
 
 def _placed(name: str, marks: Marks, mesh: Mapping[str, int], order: Sequence[int], ranks_per_host: int) -> Row:
-    stage = next((number for unit, number in marks.units.items() if _within(name, unit)), None)
+    stage = next((number for unit, number in marks.units.items() if within(name, unit)), None)
     words = [] if stage is None else [f"stage {stage}"]
     if name in marks.splits:
         words.append(f"split {marks.splits[name].how} over {mesh.get('split', 1)}")
@@ -201,10 +202,6 @@ def _device(rank: int, ranks_per_host: int) -> str:
 
 def _word(default: object) -> str:
     return "replicated" if default is None else str(default)
-
-
-def _within(name: str, unit: str) -> bool:
-    return not unit or name == unit or name.startswith(f"{unit}.")
 
 
 def _either(numbers: Sequence[int], word: str = "or") -> str:

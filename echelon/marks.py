@@ -107,3 +107,8 @@ class Pipeline(Scope):
 
 
 Mark = Replicate | Split | Stage | Pipeline
+
+
+def within(name: str, unit: str) -> bool:
+    """Whether the module ``name`` is ``unit`` or lies inside it; the model itself is ""."""
+    return not unit or name == unit or name.startswith(f"{unit}.")
