@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -89,20 +91,22 @@ def test_offload_changes_no_number(ranks: int, level: Any, offload: Any) -> None
     check("plain", ranks, strategy=Strategy(shard=Shard(level=level, offload=offload)))
 
 
-def placed() -> None:
-    echelon.init(device="cpu")
-    model = Marked()
-    echelon.distribute(
-        model,
-        loss=F.cross_entropy,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        sample=data(4),
-        log=Log(placement=True, progress=False),
-    )
+def placed() -> str:
+    """What a rank prints; caught by the rank itself: whose output a forked rank inherits depends on the test before."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        echelon.init(device="cpu")
+        model = Marked()
+        echelon.distribute(
+            model,
+            loss=F.cross_entropy,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            sample=data(4),
+            log=Log(placement=True, progress=False),
+        )
+    return said.getvalue()
 
 
-def test_the_map_of_modules_to_devices_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    run(placed, ranks=4)
-    rows = [line.split()[1:] for line in capfd.readouterr().out.splitlines()]
+def test_the_map_of_modules_to_devices_is_printed() -> None:
+    rows = [line.split()[1:] for line in run(placed, ranks=4)[0].splitlines()]
     assert ["lower", "0", "1", "0:0", "0:1", "stage", "0"] in rows
     assert ["head", "2", "3", "0:2", "0:3", "stage", "1,", "split", "auto", "over", "2"] in rows
