@@ -45,15 +45,37 @@ def run(
         int | None, typer.Option(help="This host's place among the hosts; 0 is the one at --master.")
     ] = None,
     master: Annotated[str | None, typer.Option(help="HOST:PORT where the hosts meet, the same on every host.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="How often to start all ranks again after a failure.")] = 0,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(help="How often to start again what failed.", show_default="0; with servers 3 for each process"),
+    ] = None,
     log_dir: Annotated[str, typer.Option(help="Directory for rank-N.log, one file per rank.")] = "log",
     nic: Annotated[str | None, typer.Option(help="Network interface for Gloo and NCCL.")] = None,
-    join_timeout: Annotated[float, typer.Option(help="Seconds to wait for the other hosts.")] = 300.0,
+    join_timeout: Annotated[float, typer.Option(help="Seconds to wait for the other hosts, or roles.")] = 300.0,
+    servers: Annotated[int | None, typer.Option(help="Parameter servers on this host.")] = None,
+    workers: Annotated[int | None, typer.Option(help="With servers: workers on this host.", show_default="1")] = None,
+    pservers: Annotated[
+        str | None, typer.Option(help="Several hosts: HOST:PORT,... of all servers; those of this host start here.")
+    ] = None,
+    trainers: Annotated[int | None, typer.Option(help="With --pservers: workers of all hosts.")] = None,
+    trainer_id_from: Annotated[int | None, typer.Option(help="With --pservers: id of the first worker here.")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Where servers keep their state, to go on from it by the same command.")
+    ] = None,
 ) -> None:
-    """Run a script on one process per GPU, on one host or several."""
+    """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
     from echelon.launch.job import check
+    from echelon.launch.roles import check_roles
     from echelon.launch.run import launch
 
+    roles = check_roles(
+        servers=servers,
+        workers=workers,
+        pservers=pservers,
+        trainers=trainers,
+        trainer_id_from=trainer_id_from,
+        state=state,
+    )
     job = check(
         script,
         args or [],
@@ -67,8 +89,35 @@ def run(
         log_dir=log_dir,
         nic=nic,
         join_timeout=join_timeout,
+        roles=roles,
     )
     raise typer.Exit(launch(job))
+
+
+@app.command()
+def serve(
+    *,
+    endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of this server.")] = None,
+    pservers: Annotated[
+        str | None, typer.Option(help="HOST:PORT,... of all servers, the same everywhere.", show_default="this one")
+    ] = None,
+    trainers: Annotated[int | None, typer.Option(help="Workers of the job.", show_default="1")] = None,
+    state: Annotated[str | None, typer.Option(help="Where to keep what must outlive this process.")] = None,
+    join_timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the workers.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="The secret of the job. Other users see it here: better set ECHELON_PS_TOKEN.")
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="Certificate (PEM): speak TLS.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="Who has signed the other servers' certificates.")] = None,
+    client_ca: Annotated[str | None, typer.Option(help="Who must have signed the certificates of callers.")] = None,
+) -> None:
+    """Be a parameter server, started by hand; ends when the workers are done."""
+    from echelon.ps.command import serve_by_hand
+
+    files = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca, "client_ca": client_ca}
+    code = serve_by_hand(endpoint, pservers, trainers, state, join_timeout, token, files)
+    raise typer.Exit(code)
 
 
 @app.command()

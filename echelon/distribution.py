@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,8 +22,12 @@ from echelon.parallel.groups import Groups
 from echelon.parallel.precision import check_precision
 from echelon.parallel.replicate import broadcast_state
 from echelon.plan import Plan, make_plan
-from echelon.strategy import Strategy
+from echelon.strategy import ParameterServer, Strategy
 from echelon.watch import Log
+from echelon.world import World
+
+if TYPE_CHECKING:
+    from echelon.ps.served import Served
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -56,6 +61,8 @@ def distribute(
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model.to(world.device)
     optimizers = _named(optimizer)
+    served = _served(model, strategy or Strategy(), optimizers, world)
+    world = _world_of(served, world)
     marks = collect(model)
     wanted = cluster or current_cluster()
     here = world.place.local_world_size
@@ -66,7 +73,9 @@ def distribute(
         agree(chosen, world.control)
         broadcast_state(model)
     groups = Groups(world.backend)
-    engine = Engine(world, groups, model, loss, optimizers, _listed(scheduler), chosen, marks, checkpoint, log or Log())
+    engine = Engine(
+        world, groups, model, loss, optimizers, _listed(scheduler), chosen, marks, checkpoint, log or Log(), served
+    )
     if sample is not None or chosen.mesh.get("stage", 1) == 1:
         engine.assemble(None if sample is None else as_batch((sample,), {}, world.device))
     worlds.seed_for_rank(world.seed, engine.stream)
@@ -74,10 +83,47 @@ def distribute(
     if world.size > 1 and (strategy or Strategy()).shard and chosen.shard is None:
         engine.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
     engine.resume()
+    if served is not None:
+        served.begin()
     return engine
 
 
 _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
+
+
+def _served(
+    model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
+) -> Served | None:
+    """What trains on parameter servers, when the job has them or the model has sparse tables."""
+    asked = strategy.part(ParameterServer)
+    if asked is None and world.role.role == "alone" and not _has_tables(model):
+        return None
+    if world.role.role == "alone" and world.size > 1:
+        raise UsageError(
+            f"this job has {world.size} processes and no parameter servers, which "
+            f"{'ps' if asked else 'a SparseEmbedding'} needs; start it with 'echelon run --servers 1 --workers "
+            f"{world.size} ...'"
+        )
+    from echelon.ps.served import Served
+
+    served = Served(asked or ParameterServer(), world.role, world.seed, model, world.device)
+    if served.dense and len(optimizers) > 1:
+        raise UsageError("servers step with one optimizer; give one, or ParameterServer(dense='allreduce')")
+    return served
+
+
+def _has_tables(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "SparseEmbedding" for module in model.modules())
+
+
+def _world_of(served: Served | None, world: World) -> World:
+    """Workers whose dense parameters live on servers each train alone; others of a job with servers come together."""
+    if served is None or not served.remote:
+        return world
+    if served.dense:
+        alone = dataclasses.replace(world.place, rank=0, world_size=1, local_rank=0, local_world_size=1)
+        return dataclasses.replace(world, place=alone)
+    return worlds.bind()
 
 
 def _named(given: Optimizers) -> dict[str, torch.optim.Optimizer]:

@@ -46,6 +46,7 @@ from echelon.world import World
 if TYPE_CHECKING:
     from echelon.parallel.local import LocalSteps
     from echelon.parallel.pipeline.train import MicroBatches, Staged
+    from echelon.ps.served import Served
 
 
 class Engine:
@@ -63,8 +64,10 @@ class Engine:
         marks: Marks,
         checkpoint: Checkpoint | None,
         log: Log,
+        served: Served | None = None,
     ) -> None:
         self.world, self.model, self.plan = world, model, plan
+        self.served = served  #: parameter servers' part, where tables or parameters live there
         self.schedulers = schedulers
         self.steps = 0  #: updates so far, those that an overflow skipped included
         self.optimizers = dict(optimizers)  #: what takes the steps
@@ -74,14 +77,14 @@ class Engine:
         self._given, self._marks = optimizers, marks  # what the user made, and schedules drive
         self._notices = replaced_decay(plan, optimizers)
         self._parts: Parts | None = None  # until ``assemble``
-        self._feeding = Feeding(world, plan, self._grid)
+        self._feeding = Feeding(world, plan, self._grid, served)
         self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
         # Of all ranks that work on one batch, one speaks for it.
         self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
         self._keeper = Keeper(world, self.stream, schedulers, checkpoint)
         self._pending: Path | None = None  # a checkpoint to load once the model is assembled
         self._log = log
-        self._watch = Watch(log, world.device, world.rank)
+        self._watch = Watch(log, world.device, self.worker)
         self._clock = self._watch.clock
         self._owned = len(_parameters_of(optimizers))
         self._local_loss = torch.zeros(())  # sum of what backward() was given since the last update()
@@ -116,6 +119,9 @@ class Engine:
         self._partners = self._grid.control(*self._shared_axes) if self.plan.in_parts else None
         self._keeper.takes(parts)
         self._show_placement()
+        if self.served is not None:
+            self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
+            self.served.blob = lambda: self._keeper.leave_behind(self.steps + 1)
         if self._pending is not None:
             self._restore(self._pending)
 
@@ -135,7 +141,7 @@ class Engine:
             count = self._feeding.count(inputs, samples)
             parts = self._assembled(inputs)
             self._compare_batches(inputs)
-            with idle(count == 0):
+            with idle(count == 0), self._served_step(inputs):
                 tally = self._staged_step(inputs, count, parts.staged) if parts.staged else self._step(inputs, count)
             self._note_loss(tally)
         if self._gradients.ready:
@@ -146,6 +152,8 @@ class Engine:
         """For a loop of your own: add this loss's gradients. They stay local until ``update``."""
         if self.plan.pipeline is not None:
             raise UsageError("a pipeline runs its own backward, micro-batch by micro-batch; call engine.step()")
+        if self.served is not None:
+            raise UsageError("sparse tables and parameter servers are trained by engine.step(), not by backward()")
         if self.plan.gradient_merge > 1:
             raise UsageError(
                 "gradient_merge belongs to engine.step(); in your own loop call engine.update() less often"
@@ -184,7 +192,11 @@ class Engine:
         return results
 
     def synchronize(self) -> None:
-        """Make all replicas their average now, where they step alone (localsgd); else they are equal already."""
+        """Make the model what it is for all: where replicas step alone (localsgd) their average; where servers hold the
+        parameters, theirs. Else replicas are equal already."""
+        if self.served is not None:
+            with self._explained():
+                self.served.refresh()
         if self._local:
             with self._explained():
                 self._local.meet()
@@ -197,10 +209,11 @@ class Engine:
         ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together.
         """
         size = self._feeding.replica_batch(batch_size, global_batch)
-        loader = self._feeding.loader(dataset, batch_size=size, **options)
+        ahead = self.served.ahead if self.served else None
+        loader = self._feeding.loader(dataset, ahead, batch_size=size, **options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
-        self.say(f"global batch {loader.global_batch} = {size} per replica x {self.plan.replicas}")
+        self.say(f"global batch {loader.global_batch} = {size} per replica x {self._feeding.replicas}")
         return loader
 
     # ---- keeping ----
@@ -211,7 +224,7 @@ class Engine:
         self._assembled()
         own = self._keeper.own_state()
         with self._as_one_model():
-            return self._keeper.save(directory, self.steps, own, wait)
+            return self._keeper.save(directory, self.steps, own, wait, self.served)
 
     def whole_state(self) -> dict[str, Tensor]:
         """All parameters and buffers of the model by name, whole, in host memory, on every rank. All ranks call it.
@@ -233,7 +246,7 @@ class Engine:
 
     def _restore(self, path: str | Path) -> None:
         assert self._parts is not None
-        stored = self._keeper.load(path, loaders=self._pending is None)
+        stored = self._keeper.load(path, loaders=self._pending is None, served=self.served)
         self._pending = None
         if self._parts.shards is not None:
             self._parts.shards.refresh()
@@ -244,6 +257,10 @@ class Engine:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of ``distribute(checkpoint=...)``, when there is one."""
+        if self.served is not None and (left := self.served.resumed) is not None:
+            self.steps = self._keeper.take_up(left)
+            self.say(f"went on after step {self.steps}, where this worker was before it was started again")
+            return
         found = self._keeper.newest()
         if found is not None:
             self.load(found)
@@ -256,6 +273,8 @@ class Engine:
         atexit.unregister(self._close_at_exit)
         self._finish_background()
         if self._groups is not None:
+            if self.served is not None:
+                self.served.close()
             self._groups.close()
             self._keeper.close()
         self._groups = None
@@ -267,6 +286,8 @@ class Engine:
     def _close_at_exit(self) -> None:
         try:
             self._finish_background()
+            if self.served is not None:
+                self.served.close(done=not _failing())
         except EchelonError as error:  # the last checkpoint failed in the background, say
             print(f"echelon: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -316,6 +337,8 @@ class Engine:
         rate = float(next(iter(optimizers.values())).param_groups[0]["lr"])
         if not (self._gradients.overflowed or self._gradients.empty):
             self._update_weights(optimizers)
+        elif self.served is not None:
+            self.served.skip()
         if self._scaler.active:
             self._tell(self._scaler.update(finite=not self._gradients.overflowed))
         samples = tally.samples * (self.plan.replicas if self._local else 1)
@@ -335,9 +358,13 @@ class Engine:
         parts = self._assembled()
         if self.plan.clip is not None:
             clip_gradients(_parameters_of(optimizers), self.plan.clip, parts.census, self.world.device)
-        with scaled_rates(optimizers.values(), rate_factor(self.plan, self.steps + 1)):
-            for optimizer in optimizers.values():
-                optimizer.step()
+        if self.served is None or self.served.steps_here:
+            with scaled_rates(optimizers.values(), rate_factor(self.plan, self.steps + 1)):
+                for optimizer in optimizers.values():
+                    optimizer.step()
+        if self.served is not None:
+            with self._explained():
+                self.served.update(self._gradients.own_samples, float(self._gradients.weights))
         if parts.shards is not None:
             parts.shards.after_step()
         stepped = [self._given[key] for key in optimizers]
@@ -398,6 +425,15 @@ class Engine:
                 judged = [Judged(batch, *self._objective(batch), count_samples(batch))]
         return judged if self._speaks else [each._replace(samples=0) for each in judged]
 
+    @contextlib.contextmanager
+    def _served_step(self, inputs: Any) -> Iterator[None]:
+        """Rows of sparse tables are there before the forward pass, and stay until the update."""
+        if self.served is None:
+            yield
+            return
+        with self.served.step(inputs):
+            yield
+
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward; 1 without a loss scale."""
@@ -413,8 +449,15 @@ class Engine:
     @property
     def stream(self) -> int:
         """Which of the random streams this rank has. Ranks that share a batch compute the same, dropout included."""
+        if self.served is not None and self.served.dense:
+            return self.served.worker
         alike = () if self.plan.spread else ("split",)
         return self._grid.ranks(*alike)[0] if alike else self.world.rank
+
+    @property
+    def worker(self) -> int:
+        """Which of the processes that train this is."""
+        return self.served.worker if self.served is not None and self.served.dense else self.world.rank
 
     def say(self, text: str) -> None:
         """A line on rank 0's console."""
@@ -425,7 +468,7 @@ class Engine:
         self.say(f"{self.world.size} x {self.world.device.type} ({self.world.backend}), {self.world.place.launcher}")
         for line in self.plan.describe().splitlines():
             self.say(line)
-        for notice in self._notices:
+        for notice in (*self._notices, *(self.served.describe() if self.served else ())):
             self.say(notice)
         if self._has_local_statistics():
             remedy = "" if self._local else "; sync_batch_norm=True gives those of one process"
@@ -462,6 +505,9 @@ class Engine:
             with self._explained(), self._local.averaged():
                 yield
             return
+        if self.served is not None:
+            with self._explained():
+                self.served.refresh()
         if self._has_local_statistics():
             average_buffers(self.model, self._grid.group(*self.plan.data_axes))
         yield
@@ -469,6 +515,11 @@ class Engine:
     def _total_steps(self) -> int | None:
         total = self._loader.total_steps if self._loader else None
         return total // self.plan.gradient_merge if total else None
+
+
+def _failing() -> bool:
+    """For exit handlers: whether the process ends because of an error that nobody caught."""
+    return getattr(sys, "last_value", None) is not None
 
 
 def _parameters_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[nn.Parameter]:

@@ -20,6 +20,22 @@ PADDLE_RANK, PADDLE_WORLD = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 PADDLE_ENDPOINTS, PADDLE_ENDPOINT = "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"
 PADDLE_HOSTS = ("PADDLE_NUM_TRAINERS", PADDLE_WORLD)
 LOOPBACK = "127.0.0.1"
+
+# A job with parameter servers: who this process is, and where the servers are. The first three are Paddle's names.
+TRAINING_ROLE = "TRAINING_ROLE"  # TRAINER or PSERVER
+PADDLE_SERVERS = ("PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_PSERVER_ENDPOINTS")
+POD_IP, PADDLE_PORT = "POD_IP", "PADDLE_PORT"
+#: The secret that servers ask of whoever calls, and the name of this run of the job.
+PS_TOKEN, PS_SESSION = "ECHELON_PS_TOKEN", "ECHELON_PS_SESSION"
+#: The directory in which servers keep their state; seconds to wait for a role that has not come.
+PS_STATE, PS_JOIN_TIMEOUT = "ECHELON_PS_STATE", "ECHELON_PS_JOIN_TIMEOUT"
+#: The file by which workers that joined torch.distributed tell their launcher that they stand and fall together.
+BOUND_MARK = "ECHELON_BOUND_MARK"
+#: How often the launcher has started this very process again; RESTART_COUNT: how often all of them together.
+RESTARTS, RESTART_COUNT = "ECHELON_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
+#: Which server of the list this process is; ``echelon run`` names the log after it.
+SERVER_INDEX = "ECHELON_SERVER"
+
 #: Set by srun for its tasks. A plain command in a batch script sees SLURM_PROCID and SLURM_NTASKS too, but is alone.
 SLURM_STEP = "SLURM_STEP_NUM_TASKS"
 
@@ -55,18 +71,34 @@ def find_place(env: Mapping[str, str] | None = None) -> Place:
     return ALONE
 
 
+def worker_place(index: int, workers: int, env: Mapping[str, str] | None = None) -> Place:
+    """The place of worker ``index`` of a job with parameter servers. It need not know where the others would meet."""
+    env = os.environ if env is None else env
+    here = max(1, whole_number(env, "LOCAL_WORLD_SIZE", 1))
+    return Place(
+        rank=index,
+        world_size=workers,
+        local_rank=whole_number(env, "LOCAL_RANK", index % here),
+        local_world_size=here,
+        node_rank=whole_number(env, "GROUP_RANK", 0),
+        master_addr=env.get("MASTER_ADDR", ""),
+        master_port=whole_number(env, "MASTER_PORT", 0),
+        launcher="echelon run" if LOG_DIR in env else "parameter servers",
+    )
+
+
 def _torchrun(env: Mapping[str, str]) -> Place:
-    world = _int(env, "WORLD_SIZE")
-    local_world = _int(env, "LOCAL_WORLD_SIZE", world)
+    world = whole_number(env, "WORLD_SIZE")
+    local_world = whole_number(env, "LOCAL_WORLD_SIZE", world)
     return _checked(
         Place(
-            rank=_int(env, "RANK"),
+            rank=whole_number(env, "RANK"),
             world_size=world,
-            local_rank=_int(env, "LOCAL_RANK", _int(env, "RANK") % local_world),
+            local_rank=whole_number(env, "LOCAL_RANK", whole_number(env, "RANK") % local_world),
             local_world_size=local_world,
-            node_rank=_int(env, "GROUP_RANK", _int(env, "RANK") // local_world),
+            node_rank=whole_number(env, "GROUP_RANK", whole_number(env, "RANK") // local_world),
             master_addr=_text(env, "MASTER_ADDR"),
-            master_port=_int(env, "MASTER_PORT"),
+            master_port=whole_number(env, "MASTER_PORT"),
             launcher="echelon run" if LOG_DIR in env else "torchrun",
         )
     )
@@ -74,16 +106,16 @@ def _torchrun(env: Mapping[str, str]) -> Place:
 
 def _slurm(env: Mapping[str, str]) -> Place:
     hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost")
-    world = _int(env, SLURM_STEP)
+    world = whole_number(env, SLURM_STEP)
     return _checked(
         Place(
-            rank=_int(env, "SLURM_PROCID"),
+            rank=whole_number(env, "SLURM_PROCID"),
             world_size=world,
-            local_rank=_int(env, "SLURM_LOCALID"),
+            local_rank=whole_number(env, "SLURM_LOCALID"),
             local_world_size=_slurm_local_tasks(env, world),
-            node_rank=_int(env, "SLURM_NODEID", 0),
+            node_rank=whole_number(env, "SLURM_NODEID", 0),
             master_addr=env.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else LOOPBACK),
-            master_port=_int(env, "MASTER_PORT", _port_for(env.get("SLURM_JOB_ID", "0"))),
+            master_port=whole_number(env, "MASTER_PORT", _port_for(env.get("SLURM_JOB_ID", "0"))),
             launcher="Slurm",
         )
     )
@@ -95,12 +127,12 @@ def _slurm_local_tasks(env: Mapping[str, str], world: int) -> int:
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
         counts += [int(count)] * int(repeat or 1)
-    node = _int(env, "SLURM_NODEID", 0)
+    node = whole_number(env, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else counts[-1]
 
 
 def _open_mpi(env: Mapping[str, str]) -> Place:
-    world, local_world = _int(env, "OMPI_COMM_WORLD_SIZE"), _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    world, local_world = whole_number(env, "OMPI_COMM_WORLD_SIZE"), whole_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     address = env.get("MASTER_ADDR") or (LOOPBACK if world == local_world else "")
     if not address:
         raise UsageError(
@@ -110,13 +142,13 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "0"
     return _checked(
         Place(
-            rank=_int(env, "OMPI_COMM_WORLD_RANK"),
+            rank=whole_number(env, "OMPI_COMM_WORLD_RANK"),
             world_size=world,
-            local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            local_rank=whole_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
             local_world_size=local_world,
-            node_rank=_int(env, "OMPI_COMM_WORLD_RANK") // local_world,
+            node_rank=whole_number(env, "OMPI_COMM_WORLD_RANK") // local_world,
             master_addr=address,
-            master_port=_int(env, "MASTER_PORT", _port_for(job)),
+            master_port=whole_number(env, "MASTER_PORT", _port_for(job)),
             launcher="Open MPI",
         )
     )
@@ -150,7 +182,8 @@ def _port_for(job: str) -> int:
     return 20000 + zlib.crc32(job.encode()) % 12000
 
 
-def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The variable's value, ``default`` where it is not set; anything but a whole number is a one-line error."""
     text = env.get(name, "")
     if not text and default is not None:
         return default

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from echelon.data import Loader
 from echelon.errors import DataError, UsageError
@@ -11,26 +12,38 @@ from echelon.parallel.grid import Grid
 from echelon.plan import Plan
 from echelon.world import World
 
+if TYPE_CHECKING:
+    from echelon.ps.served import Served
+
 
 class Feeding:
     """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
 
-    def __init__(self, world: World, plan: Plan, grid: Grid) -> None:
+    def __init__(self, world: World, plan: Plan, grid: Grid, served: Served | None = None) -> None:
         self._world, self._plan, self._grid = world, plan, grid
-        self._replica = grid.index(*plan.data_axes)
+        self._replica, self._replicas = grid.index(*plan.data_axes), plan.replicas
+        if served and served.dense:  # workers know of one another through servers only
+            self._replica, self._replicas = served.worker, served.workers
         self._share: int | None = None  # how many samples of the latest batch count
 
-    def loader(self, dataset: Any, **options: Any) -> Loader:
+    def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
+        """``ahead`` is shown each batch before the one that comes before it is handed out."""
         in_parts = self._plan.in_parts
         return Loader(
             dataset,
             **{"seed": self._world.seed, "shares": self._plan.shares, **options},
             rank=self._replica,
-            world_size=self._plan.replicas,
+            world_size=self._replicas,
             device=self._world.device,
             group=self._grid.control(*self._plan.data_axes) if in_parts else self._world.control,
             on_share=self._on_share,
+            ahead=ahead,
         )
+
+    @property
+    def replicas(self) -> int:
+        """How many shares the data set is dealt out in."""
+        return self._replicas
 
     def replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
         """Samples for each replica, from one of the two."""
@@ -39,7 +52,7 @@ class Feeding:
         if batch_size is not None:
             return batch_size
         assert global_batch is not None
-        replicas = self._plan.replicas
+        replicas = self._replicas
         size, rest = divmod(global_batch, replicas)
         if rest or size < 1:
             near = [n * replicas for n in (size, size + 1) if n]

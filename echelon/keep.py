@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from echelon.world import World, seed_for_rank
 if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
     from echelon.assembly import Parts
     from echelon.checkpoint import Stored, Writer
+    from echelon.ps.served import Served
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -93,14 +95,31 @@ class Keeper:
         own = model_tensors(self._holdings) | optimizer_state(self._holdings, self._optimizers)[0]
         return {f"local.{self._world.rank}.{name}": _plain(value).clone() for name, value in own.items()}
 
-    def save(self, directory: str | Path | None, step: int, own: Mapping[str, Tensor], wait: bool | None) -> Path:
+    def save(
+        self,
+        directory: str | Path | None,
+        step: int,
+        own: Mapping[str, Tensor],
+        wait: bool | None,
+        served: Served | None = None,
+    ) -> Path:
         place = directory if directory is not None else (self._settings.dir if self._settings else None)
         if place is None:
             raise UsageError(
                 "save() needs a directory: save('ckpt'), or distribute(..., checkpoint=Checkpoint(dir=...))"
             )
+        if served is not None:
+            from echelon.checkpoint.layout import final_path
+
+            if served.dense and served.worker != 0:  # its weights are everybody's, and so is its place in the data
+                return final_path(Path(place), step)
+            served.save(Path(place), step, alone=served.dense or self._world.rank == 0)
         tensors, facts = self._state()
-        return self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
+        facts["servers"] = served.saved_as(step) if served is not None else None
+        path = self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
+        if served is not None and self._world.rank == 0:
+            served.forget_saves(Path(place))
+        return path
 
     def peek(self, path: str | Path) -> Stored:
         """Only let loaders go on from there; the rest can be restored when there is a place for it."""
@@ -110,13 +129,15 @@ class Keeper:
         self.place_loaders(stored.facts["loaders"])
         return stored
 
-    def load(self, path: str | Path, loaders: bool = True) -> Stored:
+    def load(self, path: str | Path, loaders: bool = True, served: Served | None = None) -> Stored:
         """Restore everything; returns what it was restored from."""
         from echelon.checkpoint import Stored, find
 
         stored = Stored(find(path))
         stored.load(model_tensors(self._holdings))
         facts = stored.facts
+        if served is not None:
+            served.load(stored.path, facts.get("servers"), asks=served.worker == 0 and self._world.rank == 0)
         self._restore_strategies(stored)
         self._restore_optimizers(stored)
         self._restore_schedulers(facts["schedulers"])
@@ -127,6 +148,40 @@ class Keeper:
             self.place_loaders(facts["loaders"])
         self._restore_random(stored)
         return stored
+
+    def leave_behind(self, step: int) -> bytes:
+        """What this process needs to go on after ``step`` when others keep the weights."""
+        from safetensors.torch import save
+
+        tensors = {
+            **random_state(self._stream, self._world.device),
+            **{f"buffer.{name}": value for name, value in self._holdings.model.named_buffers()},
+        }
+        facts = {
+            "step": step,
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
+            "scaler": self._scaler.facts(),
+        }
+        return save({k: v.cpu().contiguous() for k, v in tensors.items()}, {"facts": json.dumps(facts)})
+
+    def take_up(self, left: bytes) -> int:
+        """Go on from what ``leave_behind`` made; returns its step."""
+        from safetensors.torch import load
+
+        size = int.from_bytes(left[:8], "little")
+        facts: dict[str, Any] = json.loads(json.loads(left[8 : 8 + size])["__metadata__"]["facts"])
+        tensors = load(left)
+        restore_random_state(
+            self._stream, self._world.device, {k: v for k, v in tensors.items() if k.startswith("rng.")}
+        )
+        with torch.no_grad():
+            for name, value in self._holdings.model.named_buffers():
+                value.copy_(tensors[f"buffer.{name}"])
+        self._restore_schedulers(facts["schedulers"])
+        self._scaler.restore(facts["scaler"])
+        self.place_loaders(facts["loaders"])
+        return int(facts["step"])
 
     def place_loaders(self, states: list[dict[str, Any]]) -> None:
         """Let the loaders, those that are made later too, go on from there."""

@@ -8,16 +8,28 @@ import random
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from echelon.environment import LOOPBACK, PADDLE_ENDPOINTS, Place, find_place
+from echelon.environment import (
+    BOUND_MARK,
+    LOOPBACK,
+    PADDLE_ENDPOINTS,
+    PS_JOIN_TIMEOUT,
+    RESTART_COUNT,
+    Place,
+    find_place,
+    worker_place,
+)
 from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.ps.role import ALONE, Role, find_role
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -31,8 +43,10 @@ class World:
     backend: str
     seed: int
     timeout: float
-    #: carries small host-side messages: plan hashes, checkpoint talk; ``None`` in a job of one process
+    #: carries small host-side messages: plan hashes, checkpoint talk; ``None`` in a job of one process, and for workers
+    #: that talk to parameter servers alone (``bind`` makes them talk to one another)
     control: dist.ProcessGroup | None
+    role: Role = ALONE
 
     @property
     def rank(self) -> int:
@@ -52,24 +66,60 @@ def init(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    pservers: str | Sequence[str] | None = None,
+    trainers: int | None = None,
+    trainer_id: int | None = None,
+    role: str | None = None,
+    current_endpoint: str | None = None,
 ) -> World:
     """Join the job described by the launcher's environment; started without a launcher, be the whole job.
 
     ``seed`` seeds Python, numpy and torch alike on every rank, so that all ranks build the same model;
     ``echelon.distribute`` then gives each rank its own stream for dropout and the like.
     ``timeout`` bounds, in seconds, every wait for another process. A second call returns the same world.
+
+    ``pservers`` ("host:port,..."), ``trainers``, ``trainer_id``, ``role`` ("worker" or "server") and
+    ``current_endpoint`` place this process in a job with parameter servers; where they are left out the environment
+    says it (docs/launch.md). A server serves here until the workers are done, and its script ends with this call.
     """
     global _world  # noqa: PLW0603 - a process belongs to one job
     if _world is not None:
         return _world
     _one_line_errors()
-    place = find_place()
-    chosen = _choose_device(place, device)
-    wanted = backend or _choose_backend(place, chosen)
-    agreed, control = _join(place, chosen, wanted, timeout) if place.world_size > 1 else ("none", None)
+    part = find_role(
+        pservers=pservers,
+        trainers=trainers,
+        trainer_id=trainer_id,
+        role=role,
+        current_endpoint=current_endpoint,
+        join_timeout=None if PS_JOIN_TIMEOUT in os.environ else timeout,
+    )
+    if part.is_server:
+        from echelon.ps.serve import serve
+
+        raise SystemExit(serve(part))
+    place = _place_of(part)
+    world = World(place, _choose_device(place, device), "none", seed, timeout, None, part)
+    _world = _joined(world, backend) if part.role == "alone" and world.size > 1 else world
     seed_everything(seed)
-    _world = World(place, chosen, agreed, seed, timeout, control)
     return _world
+
+
+def bind(backend: str | None = None) -> World:
+    """Join torch.distributed with the other workers of a job with parameter servers, for collectives among them.
+
+    From then on they stand and fall together: when one dies, ``echelon run`` starts all of them again.
+    """
+    global _world  # noqa: PLW0603
+    world = current()
+    if world.size > 1 and world.control is None:
+        if not world.place.master_addr:
+            raise UsageError(
+                "workers on several hosts need a place to meet before they can be bound together; give every "
+                "'echelon run' the same --master HOST:PORT, or set MASTER_ADDR and MASTER_PORT"
+            )
+        _world = world = _joined(world, backend)
+    return world
 
 
 def current() -> World:
@@ -145,9 +195,34 @@ def device() -> torch.device:
     return current().device
 
 
+def is_server() -> bool:
+    """Whether this process is a parameter server."""
+    return _role().is_server
+
+
+def is_worker() -> bool:
+    """Whether this process trains: in a job without servers every one does."""
+    return _role().is_worker
+
+
+def server_endpoints() -> list[str]:
+    """``host:port`` of every parameter server; empty in a job without."""
+    return list(_role().endpoints)
+
+
+def server_num() -> int:
+    """Number of parameter servers."""
+    return len(_role().endpoints)
+
+
 def barrier() -> None:
     """Wait until every process of the job is here."""
     world = current()
+    if world.control is None and world.size > 1:
+        raise UsageError(
+            "barrier() was called by a worker that talks to parameter servers alone, where workers do not wait for one "
+            "another; call echelon.world.bind() before it, or leave it out"
+        )
     if world.control is not None:
         dist.barrier(world.control)
 
@@ -168,7 +243,15 @@ def seed_for_rank(seed: int, rank: int) -> None:
 
 
 def _place() -> Place:
-    return _world.place if _world else find_place()
+    return _world.place if _world else _place_of(find_role())
+
+
+def _role() -> Role:
+    return _world.role if _world else find_role()
+
+
+def _place_of(role: Role) -> Place:
+    return worker_place(role.index, role.workers) if role.role == "worker" else find_place()
 
 
 def _choose_device(place: Place, asked: str | torch.device | None) -> torch.device:
@@ -190,6 +273,15 @@ def _choose_backend(place: Place, chosen: torch.device) -> str:
     if chosen.type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     return "nccl" if place.local_world_size <= torch.cuda.device_count() else "gloo"
+
+
+def _joined(world: World, backend: str | None) -> World:
+    """The same world, its processes joined by torch.distributed."""
+    if mark := os.environ.get(BOUND_MARK):
+        Path(mark).touch()  # from now on others may wait for us
+    wanted = backend or _choose_backend(world.place, world.device)
+    agreed, control = _join(world.place, world.device, wanted, world.timeout)
+    return replace(world, backend=agreed, control=control)
 
 
 def _join(place: Place, chosen: torch.device, wanted: str, timeout: float) -> tuple[str, dist.ProcessGroup]:
@@ -215,7 +307,7 @@ def _join(place: Place, chosen: torch.device, wanted: str, timeout: float) -> tu
 def _open_store(place: Place, limit: timedelta) -> Store:
     """The meeting point. Rank 0 serves it, on loopback when the whole job is on one host."""
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get(RESTART_COUNT, "0")
     serve = place.rank == 0 and not served_by_agent
     listener = _listen(place) if serve else None
     try:

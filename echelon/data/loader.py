@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from echelon.data.blocks import BlockSource, is_blocked
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.fetching import Fetching
 from echelon.data.mapped import Columns, MapSource, TensorSource
@@ -53,6 +54,7 @@ class Loader:
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
         on_share: Callable[[int], None] | None = None,
+        ahead: Callable[[Any], None] | None = None,
         **unknown: Any,
     ) -> None:
         for name in unknown:
@@ -79,9 +81,10 @@ class Loader:
         self._agreement = (
             Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
         )
-        self._device, self._on_share = device, on_share
+        self._device, self._on_share, self._ahead = device, on_share, ahead
         pin = device is not None and device.type == "cuda"
-        self._fetching = Fetching(self._source, workers=workers, prefetch=prefetch, pin=pin)
+        in_processes = 0 if isinstance(self._source, BlockSource) else workers  # blocks are read by threads
+        self._fetching = Fetching(self._source, workers=in_processes, prefetch=prefetch, pin=pin)
         self._cursor = Cursor(cut=self.global_batch)
         self._continues = False
         self._iteration = 0
@@ -98,7 +101,7 @@ class Loader:
         self._continues = False
         self._iteration += 1
         mine = self._iteration
-        for piece in self._pieces():
+        for piece in _one_ahead(self._pieces(), self._ahead) if self._ahead else self._pieces():
             self._account(piece)
             yield piece.batch
             if mine != self._iteration:
@@ -177,11 +180,11 @@ class Loader:
         """What decides which samples lie behind a position. An epoch can be continued only with the same."""
         options = self._options
         facts: dict[str, Any] = {"seed": options.seed, "shuffle": options.shuffle}
-        if isinstance(self._source, MapSource):
+        if isinstance(self._source, MapSource | BlockSource):
             facts["size"] = self._source.size
         elif options.shuffle:
             facts["shuffle_buffer"] = options.shuffle_buffer
-        if isinstance(self._source, ShardSource):
+        if isinstance(self._source, ShardSource | BlockSource):
             facts["world_size"] = options.world_size
         facts["bucket_window"] = options.bucket_window if options.lengths is not None else 0
         return facts
@@ -205,6 +208,18 @@ class Loader:
         self._continues = False
 
 
+def _one_ahead(pieces: Iterator[Piece], show: Callable[[Any], None]) -> Iterator[Piece]:
+    """The same pieces; each is shown before the one that comes before it is handed out."""
+    last = next(pieces, None)
+    if last is None:
+        return
+    for piece in pieces:
+        show(piece.batch)
+        yield last
+        last = piece
+    yield last
+
+
 OPTIONS = tuple(name for name in Loader.__init__.__annotations__ if name not in ("unknown", "return"))
 
 
@@ -221,6 +236,8 @@ def open_source(dataset: Any, options: LoaderOptions) -> Source:
         return _open_columns(Columns(dataset.tensors), options)
     if isinstance(dataset, tuple) and dataset and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
         return _open_columns(Columns(dataset), options)
+    if is_blocked(dataset):
+        return BlockSource(dataset, options)
     mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if mapped:
         return MapSource(dataset, len(dataset), options)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +12,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from echelon.launch import worker as rank_program
 from echelon.launch.failure import Failure, first_cause, read_record
 from echelon.launch.guard import Guard, end_sessions
 from echelon.launch.job import Job
 from echelon.launch.muster import Muster
-from echelon.launch.ranks import RankEnvironment
+from echelon.launch.ranks import RankEnvironment, forget_logs
+from echelon.launch.signals import signals_held
 
 #: Seconds between asking the ranks to end and killing them.
 GRACE = 5
@@ -59,7 +56,9 @@ class HostAgent(LocalElasticAgent):
             role="rank",
             local_world_size=job.procs,
             entrypoint=sys.executable,
-            args=_command(job),
+            args=tuple(
+                word.replace("$", "$$") for word in job.command
+            ),  # torch fills in ${...} and would eat a dollar,
             rdzv_handler=muster,
             max_restarts=job.max_restarts,
             monitor_interval=LOOK,
@@ -130,17 +129,11 @@ class HostAgent(LocalElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._muster.round
         self._ranks.endpoints = self._muster.endpoints
         if self._muster.round == 0 and self._muster.node_rank == 0:
-            self._forget_logs_beyond(len(self._muster.endpoints))
-
-    def _forget_logs_beyond(self, world_size: int) -> None:
-        """Logs of an earlier, larger job in the same directory would pass for this one's."""
-        for log in self._ranks.log_dir.glob("rank-*.log"):
-            number = log.stem.removeprefix("rank-")
-            if number.isdigit() and int(number) >= world_size:
-                log.unlink(missing_ok=True)
+            forget_logs(self._ranks.log_dir, "rank", beyond=len(self._muster.endpoints))
+            forget_logs(self._ranks.log_dir, "server", beyond=0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with _signals_held():
+        with signals_held():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._sessions = list(pids.values())
             self._guard.watch(self._sessions)
@@ -148,7 +141,7 @@ class HostAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE, **_: Any) -> None:
         """Ask all ranks to end, kill those that do not, then whatever they left running in their sessions."""
-        with _signals_held():
+        with signals_held():
             if self._pcontext is not None:
                 self._pcontext.close(death_sig, GRACE)  # torch's own call would wait 30 s, in 2.11 always
             super()._shutdown(death_sig)
@@ -159,19 +152,3 @@ class HostAgent(LocalElasticAgent):
 
 def host_failure(host: str, message: str, exit_code: int) -> Failure:
     return Failure(-1, 0, host, 0, exit_code, time.time(), message=message)
-
-
-def _command(job: Job) -> tuple[str, ...]:
-    kind = "module" if job.module else "script"
-    words = (rank_program.__file__, str(os.getpid()), str(job.log_dir), kind, job.program, *job.args)
-    return tuple(word.replace("$", "$$") for word in words)  # torch fills in ${...} and would eat a dollar
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """A second Ctrl-C must not break off the ending of the ranks, nor a first one their starting."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, rank_program.HELD_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

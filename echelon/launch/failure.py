@@ -32,6 +32,8 @@ class Failure:
     traceback: str = ""
     #: failed only because another rank had gone
     secondary: bool = False
+    #: what the process was: "rank", or in a job with parameter servers "worker" or "server"
+    role: str = "rank"
 
     @property
     def how(self) -> str:
@@ -46,13 +48,18 @@ class Failure:
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank}" if self.rank >= 0 else f"host {self.host}"
+        return f"{self.role} {self.rank}" if self.rank >= 0 else f"host {self.host}"
 
     @property
     def line(self) -> str:
         if self.rank < 0:
             return f"{self.who} {self.how}"
         return f"{self.who} of {self.world_size} (host {self.host}, pid {self.pid}) {self.how}"
+
+    @property
+    def explained(self) -> bool:
+        """Ended by an error that is explained in one line, and that would come again: see worker.py's records."""
+        return bool(self.kind) and not self.traceback
 
     @property
     def status(self) -> int:

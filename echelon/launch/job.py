@@ -13,7 +13,8 @@ import torch
 
 from echelon.environment import LOG_DIR, PADDLE_HOSTS
 from echelon.errors import UsageError, nearest
-from echelon.launch import network
+from echelon.launch import network, worker
+from echelon.launch.roles import MAX_RESTARTS, Roles
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,23 @@ class Job:
     nic: str | None
     visible_gpus: str | None
     join_timeout: float
+    #: of a job with parameter servers; ``procs`` are its workers then
+    roles: Roles | None = None
+
+    @property
+    def one_host(self) -> bool:
+        return self.nnodes == 1 if self.roles is None else self.roles.one_host
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What Python runs in a rank or worker: worker.py, which then runs the user's program."""
+        kind = "module" if self.module else "script"
+        return (worker.__file__, str(os.getpid()), str(self.log_dir), kind, self.program, *self.args)
+
+    @property
+    def processes(self) -> int:
+        """All that run on this host: those that share its cores."""
+        return self.procs + (len(self.roles.servers) if self.roles else 0)
 
 
 def check(
@@ -44,16 +62,20 @@ def check(
     nnodes: int | None,
     node_rank: int | None,
     master: str | None,
-    max_restarts: int,
+    max_restarts: int | None,
     log_dir: str,
     nic: str | None,
     join_timeout: float,
+    roles: Roles | None = None,
 ) -> Job:
     """The options as typed, made into a ``Job``, or a one-line ``UsageError``."""
     visible = _choose_gpus(gpus) if gpus is not None else None
-    hosts = nnodes if nnodes is not None else _node_count(os.environ)
+    if roles is not None:
+        _check_no_ranks(procs, nnodes, node_rank)
+    hosts = 1 if roles is not None else nnodes if nnodes is not None else _node_count(os.environ)
+    restarts = (MAX_RESTARTS if roles is not None else 0) if max_restarts is None else max_restarts
     _at_least(1, "--nnodes", hosts)
-    _at_least(0, "--max-restarts", max_restarts)
+    _at_least(0, "--max-restarts", restarts)
     if join_timeout <= 0:
         raise UsageError(f"--join-timeout {join_timeout:g} leaves no time to meet; it must be above 0 seconds")
     _check_node_rank(node_rank, hosts)
@@ -63,16 +85,27 @@ def check(
         program=program,
         args=tuple(args[1:] if args[:1] == ["--"] else args),
         module=module,
-        procs=_count_processes(procs, visible),
+        procs=_count_processes(procs, visible) if roles is None else roles.workers,
         nnodes=hosts,
         node_rank=node_rank,
         master=_meeting_point(master, hosts),
-        max_restarts=max_restarts,
+        max_restarts=restarts,
         log_dir=_make_log_dir(log_dir),
         nic=nic,
         visible_gpus=None if visible is None else ",".join(visible),
         join_timeout=join_timeout,
+        roles=roles,
     )
+
+
+def _check_no_ranks(procs: int | None, nnodes: int | None, node_rank: int | None) -> None:
+    if procs is not None:
+        raise UsageError("--procs counts the ranks of a job without servers; with servers say --workers")
+    if nnodes is not None or node_rank is not None:
+        raise UsageError(
+            "--nnodes and --node-rank are for jobs without servers; with servers on several hosts give each host "
+            "the same --pservers and --trainers"
+        )
 
 
 def _choose_gpus(text: str) -> list[str]:

@@ -24,11 +24,34 @@ _signs: list[socket.socket] = []
 
 def own_address(job: Job) -> str:
     """The address by which the job's other hosts reach this one; loopback when there are none."""
-    if job.master is None or job.nnodes == 1:
+    if job.master is None or job.one_host:
         return LOOPBACK
     if job.nic is not None and (address := network.address_of(job.nic)):
         return address
     return job.master[0] if network.is_local(job.master[0]) else network.address_towards(*job.master)
+
+
+class WorkersStore:
+    """Where the workers of a job with parameter servers meet if they join torch.distributed.
+
+    Served by the launcher on one host, afresh for every attempt; at --master worker 0 serves it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._master = None if job.one_host else job.master
+        self._elsewhere = not job.one_host
+        self._store: TCPStore | None = None
+
+    def open(self) -> dict[str, str]:
+        """What workers find of it in their environment; nothing where several hosts were given no place to meet."""
+        if self._elsewhere:
+            return {"MASTER_ADDR": self._master[0], "MASTER_PORT": str(self._master[1])} if self._master else {}
+        listener = network.listen(LOOPBACK, 0)
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def open_muster(job: Job, address: str) -> Muster:

@@ -34,12 +34,12 @@ def interface_with(address: str) -> str | None:
     return next((name for name in interfaces() if address_of(name) == address), None)
 
 
-def resolve(host: str) -> str:
+def resolve(host: str, option: str = "--master") -> str:
     """The numeric address of ``host``, IPv4 where there is one."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise UsageError(f"--master names the host '{host}', which has no address: {error.strerror}") from None
+        raise UsageError(f"{option} names the host '{host}', which has no address: {error.strerror}") from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
 

@@ -51,10 +51,18 @@ class RankEnvironment(LogsSpecs):
         return LogsDest(stdouts=dict(untouched), stderrs=dict(untouched), error_files=records)
 
 
+def forget_logs(log_dir: Path, kind: str, beyond: int) -> None:
+    """Logs of an earlier, larger job in the same directory would pass for this one's."""
+    for log in log_dir.glob(f"{kind}-*.log"):
+        number = log.stem.removeprefix(f"{kind}-")
+        if number.isdigit() and int(number) >= beyond:
+            log.unlink(missing_ok=True)
+
+
 def export(job: Job, address: str) -> None:
     """Put into our own environment, which the ranks inherit, what is the same for all ranks of this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.procs)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes)))
     os.environ[LOG_DIR] = str(job.log_dir)
     if job.visible_gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_gpus
@@ -64,5 +72,5 @@ def export(job: Job, address: str) -> None:
     # Gloo would take whatever the host's name resolves to, often not the interface that reaches the others
     if carrier := network.interface_with(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", carrier)
-    if job.nnodes == 1:
+    if job.one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # nobody outside this host has business here

@@ -49,9 +49,9 @@ def main() -> None:
     launcher, log_dir, kind, program, *args = sys.argv[1:]
     _die_with(int(launcher))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    log = _open_log(os.path.join(log_dir, f"rank-{rank}.log"), attempt)
-    _direct_output(log, to_console=rank == 0)
+    name = _log_name()
+    log = _open_log(os.path.join(log_dir, f"{name}.log"), _starts_before())
+    _direct_output(log, to_console=name == "rank-0")
     faulthandler.enable(file=log)  # a segmentation fault leaves its stack in the log
     try:
         _run(kind, program, args)
@@ -72,6 +72,16 @@ def _die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it died before we asked
             os._exit(1)
+
+
+def _log_name() -> str:
+    server = os.environ.get("ECHELON_SERVER")
+    return f"server-{server}" if server is not None else f"rank-{os.environ['RANK']}"
+
+
+def _starts_before() -> int:
+    """Of this very process, where they are started again one by one; of all ranks together otherwise."""
+    return int(os.environ.get("ECHELON_RESTARTS") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def _open_log(path: str, attempt: int) -> BinaryIO:
@@ -150,6 +160,7 @@ def _fail(error: BaseException, log: BinaryIO) -> None:
     """The story goes to the log and to the launcher, which shows the first failing rank's; then exit with 1."""
     secondary = caused_by_peer(error)
     story = _story(error)
+    sys.last_value = error  # as the interpreter has it: exit handlers can see that this is no good end
     sys.stdout.flush()
     sys.stderr.flush()
     log.write(story.encode(errors="replace"))

@@ -68,6 +68,7 @@ class Gradients:
         self.merged = 0  #: forward passes since the last update
         self.merged_samples: Tensor | float = 0.0  #: samples all ranks saw in them
         self._own_samples = 0.0  # and this rank alone
+        self.weights: Tensor | float = 0.0  #: sum of what this rank's losses were multiplied by
         self._boost = 1.0  # beyond the loss scale, see ``_weight``
         self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
         self._stale = True  # those of a finished update stay readable until the next backward begins
@@ -75,6 +76,11 @@ class Gradients:
     @property
     def ready(self) -> bool:
         return self.merged == self._plan.gradient_merge
+
+    @property
+    def own_samples(self) -> float:
+        """Samples that this rank saw since the last update."""
+        return self._own_samples
 
     @property
     def empty(self) -> bool:
@@ -99,6 +105,7 @@ class Gradients:
         self.clear()
         self.merged += 1
         weight = self._weight(samples, tally)
+        self.weights = self.weights + weight
         if self.ready or self.holds_sums:
             self._arm(self._owned, step, passes)
         backward(weight)
@@ -128,6 +135,7 @@ class Gradients:
     def applied(self) -> None:
         """The optimizer has used them."""
         self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
+        self.weights = 0.0
 
     def clear(self) -> None:
         if self._stale:

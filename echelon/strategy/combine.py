@@ -120,11 +120,33 @@ _WITH_SHARD: dict[str, Verdict] = {
     "lamb": Change("norms of parameters are summed over their shards: one small message an update"),
 }
 
+_NO_GRADIENTS_BETWEEN = "gradients go to servers, none travel between workers"
+
+_WITH_SERVERS: dict[str, Verdict] = {
+    "dgc": Conflict(_NO_GRADIENTS_BETWEEN, "drop dgc; ps='geo' also sends less"),
+    "localsgd": Conflict("both say how workers come together", "choose one of the two; ps='geo' is its kin"),
+    "adaptive_localsgd": Conflict("both say how workers come together", "choose one of the two; ps='geo' is its kin"),
+    "shard": Conflict("servers hold parameters and optimizer state already", "drop shard"),
+    "gradient_merge": Conflict("every step is one push", "use a larger batch in place of gradient_merge"),
+    "lr_scaling": Conflict("servers step with the rates that they are told", "drop lr_scaling and set the rates"),
+    "reduction.op=sum": Conflict("servers take the mean", "leave op='mean'"),
+    "split": Conflict("workers hold whole layers", "drop the split marks, or ps"),
+    "pipeline": Conflict("workers run whole models", "drop the pipeline marks, or ps"),
+    "amp=fp16": Change("an overflow skips the push of that worker only; with dense='allreduce' it skips it everywhere"),
+    "clip": Change("each worker clips its own dense gradient before the push; rows of tables are not clipped"),
+    "recompute": Change("rows are read once and used in both passes; the push is the same as without"),
+    "fp16_allreduce": Change("only dense parameters that workers sum among themselves (dense='allreduce') travel so"),
+    "sync_batch_norm": Change("needs dense='allreduce', where workers talk to one another"),
+    "lars": Change("each parameter lies whole on one server, which sees all of it"),
+    "lamb": Change("each parameter lies whole on one server, which sees all of it"),
+}
+
 TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
     (name, local): verdict for local in ("localsgd", "adaptive_localsgd") for name, verdict in _WITH_LOCAL_STEPS.items()
 }
 TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
 TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
+TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
 
 
 def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:

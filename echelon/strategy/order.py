@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Recompute, Shard
+from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, ParameterServer, Recompute, Shard
 from echelon.strategy.show import word
 from echelon.strategy.traffic import WHOLE_LAYER, Job, local_steps
 
@@ -17,6 +17,8 @@ Stage = tuple[str, str]
 
 def stages(strategy: Strategy, job: Job) -> Iterator[Stage]:
     """What happens in a step, first to last: a short name, and what is done."""
+    if strategy.part(ParameterServer):
+        yield "pull", "the rows that the batch needs, each once; those of the next batch while this one computes"
     shard = strategy.part(Shard) if job.ranks > 1 else None
     if shard and shard.level == WHOLE_LAYER:
         yield "fetch", "before a layer computes, forward and backward, its weights are gathered; after it they go again"
@@ -27,6 +29,9 @@ def stages(strategy: Strategy, job: Job) -> Iterator[Stage]:
         yield "merge", f"gradients add up; what follows happens once in {strategy.gradient_merge} steps"
     if shard and shard.level == 1:
         yield from _scatter(strategy, job)
+    if servers := strategy.part(ParameterServer):
+        yield from _served(strategy, servers, job)
+        return
     if job.ranks > 1 and local_steps(strategy):
         yield from _alone(strategy)
     elif strategy.dgc:
@@ -91,6 +96,30 @@ def _compressed(strategy: Strategy, job: Job) -> Iterator[Stage]:
         yield "exchange", f"positions and values go from each {who} to all others{wire}: their {strategy.reduction.op}"
     if strategy.clip:
         yield "clip", f"the gradients that travelled whole to a norm of at most {word(strategy.clip)}"
+
+
+def _served(strategy: Strategy, servers: ParameterServer, job: Job) -> Iterator[Stage]:
+    if servers.dense_on_servers:
+        yield from _unscale(strategy, "of this worker")
+    if strategy.clip and servers.dense_on_servers:
+        yield "clip", f"this worker's own dense gradients to a norm of at most {word(strategy.clip)}"
+    if not servers.dense_on_servers:
+        yield from _together(strategy, job)
+        yield "update", f"{_optimizer(strategy)}, for the dense parameters"
+    elif servers.mode == "geo":
+        yield "update", f"{_optimizer(strategy)}, on this worker's own copies"
+        yield "exchange", f"every {servers.k_steps} steps: changes / workers to the servers, their values back"
+        return
+    what = "gradients of the rows" if not servers.dense_on_servers else "gradients of parameters and rows"
+    yield "push", f"{what} to the servers, each row once"
+    yield (
+        "apply",
+        {
+            "sync": "when all workers' are there: their mean, in one update",
+            "async": "at once, as they come",
+            "bounded": f"at once; a worker more than {servers.staleness} steps ahead of the slowest waits",
+        }[servers.mode],
+    )
 
 
 def _alone(strategy: Strategy) -> Iterator[Stage]:

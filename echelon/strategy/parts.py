@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from echelon.strict import require, strict
 
 #: The one setting that a word or a number stands for: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
-SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level"}
+SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level", "ps": "mode"}
 
 
 @strict
@@ -238,3 +239,65 @@ def _normal(owner: object, name: str, kind: type) -> None:
     value = getattr(owner, name)
     if isinstance(value, bool):
         object.__setattr__(owner, name, kind() if value else None)
+
+
+@strict
+class ParameterServer:
+    """Sparse tables, and by default the dense parameters too, live on servers.
+
+    mode:           "sync":    equals one process on the global batch
+                    "async":   every push is applied at once
+                    "bounded": as async, but no worker is more than ``staleness`` steps ahead of the slowest
+                    "geo":     workers step alone and exchange changes every ``k_steps`` steps
+                    "hybrid":  sparse tables as async, dense parameters summed between the workers (all-reduce)
+    sync_mode:      another way to say it: True is mode="sync", False is mode="async"
+    dense:          where dense parameters live: on "servers", or with the workers ("allreduce")
+    compensate:     delay compensation of async gradients (DC-ASGD's lambda); 0: none
+    slice_var_up:   cut parameters into blocks of at least ``min_block_size`` entries, one for each server
+    split_method:   deals blocks out: "round_robin", "hash_name", or a function (block names, servers) -> servers
+    prefetch:       read the next batch's rows while this one computes (async: they miss this step's own update)
+    server_device:  where servers keep dense blocks: "cpu" or "cuda"
+    journal, replica, snapshot_every: what servers do for their state's safety, see docs/parameter_server.md
+    patience:       seconds to wait for a worker that fell silent
+    timeout:        seconds to wait for a server that fell silent
+    """
+
+    mode: Literal["sync", "async", "bounded", "geo", "hybrid"] = "sync"
+    sync_mode: bool | None = None
+    dense: Literal["servers", "allreduce"] | None = None
+    staleness: int = 4
+    k_steps: int = 8
+    compensate: float = 0.0
+    slice_var_up: bool = True
+    min_block_size: int = 8192
+    split_method: Literal["round_robin", "hash_name"] | Callable[..., Any] = "round_robin"
+    prefetch: bool = True
+    server_device: str = "cpu"
+    journal: bool = True
+    replica: bool = False
+    snapshot_every: float = 60.0
+    patience: float = 60.0
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.sync_mode is not None:
+            require(self.mode == "sync", self, "sync_mode", f"None beside mode='{self.mode}': say it once")
+            object.__setattr__(self, "mode", "sync" if self.sync_mode else "async")
+            object.__setattr__(self, "sync_mode", None)
+        if self.mode == "hybrid":
+            require(self.dense != "servers", self, "dense", "'allreduce' (or nothing) with mode='hybrid'")
+            object.__setattr__(self, "mode", "async")
+            object.__setattr__(self, "dense", "allreduce")
+        if self.mode == "geo":
+            require(self.dense != "allreduce", self, "dense", "'servers' (or nothing) with mode='geo'")
+        require(self.staleness >= 0, self, "staleness", "0 or more")
+        require(self.k_steps >= 1, self, "k_steps", "1 or more")
+        require(self.compensate >= 0, self, "compensate", "0 or more")
+        require(self.min_block_size >= 1, self, "min_block_size", "1 or more")
+        require(self.snapshot_every > 0, self, "snapshot_every", "a time above 0")
+        require(self.patience > 0, self, "patience", "a time above 0")
+        require(self.timeout > 0, self, "timeout", "a time above 0")
+
+    @property
+    def dense_on_servers(self) -> bool:
+        return self.dense != "allreduce"

@@ -18,6 +18,7 @@ from echelon.strategy.parts import (
     Lars,
     LocalSgd,
     LrScaling,
+    ParameterServer,
     Recompute,
     Reduction,
     Shard,
@@ -43,6 +44,8 @@ class Strategy:
     localsgd:          ranks step alone and average their weights every k steps
     adaptive_localsgd: the same, with k following the loss
     shard:             1, 2 or 3 (also ``True``): replicas share out optimizer state, gradients, parameters
+    ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
+                       and dense parameters on servers
     gradient_merge:    accumulate this many steps before one reduction and one update
     fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16 bits on the network
     clip:              scale gradients down to this global norm
@@ -60,6 +63,7 @@ class Strategy:
     localsgd: bool | LocalSgd | None = None
     adaptive_localsgd: bool | AdaptiveLocalSgd | None = None
     shard: bool | Literal[1, 2, 3] | Shard | None = None
+    ps: bool | Literal["sync", "async", "bounded", "geo", "hybrid"] | ParameterServer | None = None
     gradient_merge: int = 1
     fp16_allreduce: bool | Literal["fp16", "bf16"] | None = None
     clip: float | None = None
@@ -143,6 +147,7 @@ _PARTS = {
     "adaptive_localsgd": AdaptiveLocalSgd,
     "lr_scaling": LrScaling,
     "shard": Shard,
+    "ps": ParameterServer,
 }
 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {

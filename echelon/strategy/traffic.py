@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.parallel.compress import kept as entries_left
-from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, Shard
+from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, ParameterServer, Shard
 
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
@@ -56,6 +56,14 @@ def sent(strategy: Strategy, sizes: Sequence[Size], job: Job, frozen: float = 0.
     wire = strategy.fp16_allreduce is not None
     merge = strategy.gradient_merge
     local, dgc, shard = local_steps(strategy), strategy.part(Dgc), strategy.part(Shard)
+    servers = strategy.part(ParameterServer)
+    if servers:
+        often = servers.k_steps if servers.mode == "geo" else 1
+        if servers.dense_on_servers:
+            yield "gradients, to servers", sum(size.numel * size.width for size in sizes) / often
+        else:
+            yield "gradients", all_reduced(sizes, job.ranks, wire)
+        return
     if shard:
         yield from _sharded(shard, all_reduced(sizes, job.ranks) / 2, (job.ranks - 1) / job.ranks * frozen, merge)
     elif local:

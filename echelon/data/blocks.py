@@ -1,0 +1,241 @@
+"""Data that is read a block of rows at a time and comes as columns: batches are cut from it, no sample is touched.
+
+The number of rows in each block is known before any is read. So the ranks share out the rows of an epoch without asking
+each other, all know when it ends, and going on after a stop begins at the right block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from echelon.data.cursor import Cursor
+from echelon.data.options import LoaderOptions
+from echelon.data.order import Indices, block
+from echelon.data.seeding import Use, numpy_stream
+from echelon.data.source import Piece, too_few
+from echelon.errors import DataError
+
+#: blocks whose rows are mixed with each other when the data is shuffled
+MIXED = 4
+
+
+class Block(NamedTuple):
+    """The rows of one block as columns of equal length."""
+
+    columns: list[torch.Tensor]
+    #: which rows hold anything; None where all do
+    whole: NDArray[np.bool_] | None = None
+
+
+class BlockReader(Protocol):
+    """One pass over the data."""
+
+    def fetch(self, number: int) -> Any:
+        """A block as it lies in the file. Called by one thread, in the order of the pass."""
+
+    def columns(self, fetched: Any) -> Block:
+        """What ``fetch`` gave, as columns. Called by any thread."""
+
+
+class BlockData(Protocol):
+    """A data set of blocks."""
+
+    #: rows of each block
+    block_rows: Sequence[int]
+    #: blocks that are read in this order, one after the other, for what is compressed cannot be entered in the middle
+    runs: Sequence[range]
+
+    def reader(self) -> BlockReader: ...
+
+
+class Part(NamedTuple):
+    """Rows ``start`` to ``stop`` of a block."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def is_blocked(dataset: Any) -> bool:
+    return all(hasattr(dataset, name) for name in ("block_rows", "runs", "reader"))
+
+
+class Window:
+    """The rows of a few blocks in the order in which they are given out."""
+
+    def __init__(self, blocks: list[Block], order: Indices | None) -> None:
+        self._columns = [
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*(b.columns for b in blocks), strict=True)
+        ]
+        self._whole: NDArray[np.bool_] | None = None
+        if any(b.whole is not None for b in blocks):
+            self._whole = np.concatenate(
+                [np.ones(len(b.columns[0]), np.bool_) if b.whole is None else b.whole for b in blocks]
+            )
+        self._order = order
+        self.rows = len(self._columns[0])
+
+    def take(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The rows at these places, without those that hold nothing."""
+        if self._order is None and self._whole is None:
+            return [column[start:stop] for column in self._columns]
+        rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
+        return self._select(rows if self._whole is None else rows[self._whole[rows]])
+
+    def again(self, count: int, *seed: int) -> list[torch.Tensor]:
+        """``count`` rows drawn at random."""
+        rows = np.arange(self.rows) if self._whole is None else np.flatnonzero(self._whole)
+        if not len(rows):
+            raise DataError(f"none of {self.rows} rows in a row can be read, so there is none to pad a batch with")
+        return self._select(rows[numpy_stream(*seed).randint(0, len(rows), count)])
+
+    def _select(self, rows: Indices) -> list[torch.Tensor]:
+        at = torch.from_numpy(rows)
+        return [column.index_select(0, at) for column in self._columns]
+
+
+class Section:
+    """One rank's rows of one epoch: parts of blocks in order, a few of them at a time forming a window."""
+
+    def __init__(self, parts: list[Part], mixed: int) -> None:
+        self.windows = [parts[at : at + mixed] for at in range(0, len(parts), mixed)]
+        sizes = [sum(part.stop - part.start for part in window) for window in self.windows]
+        self.starts = list(itertools.accumulate(sizes, initial=0))
+        self.rows = self.starts[-1]
+
+    def window_of(self, row: int) -> int:
+        """The window in which a row lies; the last one for a row beyond the end."""
+        return min(bisect_right(self.starts, row), len(self.windows)) - 1
+
+
+class BlockSource:
+    """Hands out batches as they are cut from the blocks; one thread fetches ahead and others make columns."""
+
+    def __init__(self, dataset: BlockData, options: LoaderOptions) -> None:
+        _refuse_what_needs_samples(options)
+        self._dataset, self._options = dataset, options
+        self._rows = sum(dataset.block_rows)
+        self.size: int | None = self._rows
+        if problem := too_few(self._rows, options.uneven, options.world_size, options.global_batch):
+            raise DataError(problem)
+
+    def requests(self, cursor: Cursor) -> Iterator[Piece]:
+        """The pieces themselves. Left early, the generator is closed, and its threads end."""
+        left = self._rows - cursor.samples
+        if left <= 0:
+            return
+        section = self._section(cursor.epoch)
+        row = min(cursor.samples // self._options.world_size, section.rows)
+        windows = self._windows(section, cursor.epoch, section.window_of(row))
+        try:
+            start, window = next(windows)
+            while left > 0 and not (self._options.uneven == "drop" and left < self._options.global_batch):
+                own = min(self._options.batch_size, section.rows - row)
+                parts, stop = [], row + own
+                while row < stop:
+                    if row == start + window.rows:
+                        start, window = next(windows)
+                    end = min(stop, start + window.rows)
+                    parts.append(window.take(row - start, end - start))
+                    row = end
+                taken = min(left, self._options.global_batch)
+                piece = self._piece(parts, own, taken, window, cursor.epoch)
+                if piece.share or self._options.world_size > 1:  # alone, there is nobody to keep step with
+                    yield piece
+                left -= taken
+        finally:
+            windows.close()
+
+    def fetch(self, request: Piece) -> Piece:
+        return request
+
+    def _piece(self, parts: list[list[torch.Tensor]], own: int, taken: int, window: Window, epoch: int) -> Piece:
+        options = self._options
+        most = -(-taken // options.world_size)  # rows of the fullest rank
+        if own < most and options.uneven == "pad":
+            parts.append(window.again(most - own, options.seed, Use.PAD, epoch, options.rank))
+        batch = [torch.cat(column) if len(column) > 1 else column[0] for column in zip(*parts, strict=True)]
+        if batch and len(batch[0]):
+            return Piece(batch, len(batch[0]), taken)
+        if own == options.batch_size:
+            raise DataError(f"{own} rows in a row, a whole batch, cannot be read; mend the data")
+        # nothing left here: a stand-in that counts for nothing
+        stand_in = window.again(min(window.rows, options.batch_size), options.seed, Use.PAD, epoch, options.rank)
+        return Piece(stand_in, 0, taken)
+
+    def _section(self, epoch: int) -> Section:
+        sizes, runs = self._dataset.block_rows, list(self._dataset.runs)
+        if self._options.shuffle:
+            order = numpy_stream(self._options.seed, Use.FILES, epoch).permutation(len(runs))
+            runs = [runs[at] for at in order]
+        own = block(self._rows, self._options.rank, self._options.world_size)
+        parts, behind = [], 0
+        for number in itertools.chain.from_iterable(runs):
+            first, last = max(own.start - behind, 0), min(own.stop - behind, sizes[number])
+            if first < last:
+                parts.append(Part(number, first, last))
+            behind += sizes[number]
+        return Section(parts, MIXED if self._options.shuffle else 1)
+
+    def _windows(self, section: Section, epoch: int, first: int) -> Generator[tuple[int, Window]]:
+        """The windows from ``first`` on, each with the place of its first row."""
+        reader, options = self._dataset.reader(), self._options
+        parts = [part for window in section.windows[first:] for part in window]
+        threads = max(1, options.workers)
+        blocks = _read_ahead(reader, parts, threads=threads, depth=threads + options.prefetch)
+        try:
+            for number in range(first, len(section.windows)):
+                rows = section.starts[number + 1] - section.starts[number]
+                order = None
+                if options.shuffle:
+                    order = numpy_stream(options.seed, Use.BUFFER, epoch, options.rank, number).permutation(rows)
+                window = list(itertools.islice(blocks, len(section.windows[number])))
+                yield section.starts[number], Window(window, order)
+        finally:
+            blocks.close()
+
+
+def _read_ahead(reader: BlockReader, parts: Sequence[Part], *, threads: int, depth: int) -> Generator[Block]:
+    """The blocks' parts in order, up to ``depth`` of them under way or waiting."""
+    fetching = ThreadPoolExecutor(1, "echelon-fetch")
+    making = ThreadPoolExecutor(threads, "echelon-columns")
+
+    def begin(part: Part) -> Future[Block]:
+        fetched = fetching.submit(reader.fetch, part.number)
+        return making.submit(lambda: _cut(reader.columns(fetched.result()), part))
+
+    waiting = iter(parts)
+    under_way = deque(begin(part) for part in itertools.islice(waiting, depth))
+    try:
+        while under_way:
+            made = under_way.popleft().result()
+            under_way.extend(begin(part) for part in itertools.islice(waiting, 1))
+            yield made
+    finally:
+        fetching.shutdown(wait=True, cancel_futures=True)
+        making.shutdown(wait=True, cancel_futures=True)
+
+
+def _cut(made: Block, part: Part) -> Block:
+    whole = None if made.whole is None else made.whole[part.start : part.stop]
+    return Block([column[part.start : part.stop] for column in made.columns], whole)
+
+
+def _refuse_what_needs_samples(options: LoaderOptions) -> None:
+    for name, why in (
+        ("collate", "its batches are made already"),
+        ("lengths", "its rows have no length"),
+        ("cache", "it is read block by block"),
+        ("shares", "its ranks read blocks of their own"),
+    ):
+        if getattr(options, name):
+            raise DataError(f"{name}= is not for this data set: {why}; leave it out")

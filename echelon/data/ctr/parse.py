@@ -1,0 +1,124 @@
+"""Lines to Arrow columns; and which line is to blame when that fails."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pyarrow import csv
+
+from echelon.data.blocks import Block
+from echelon.data.ctr.layout import Layout
+from echelon.data.ctr.tensors import Tensors
+from echelon.data.ctr.text import Fetched
+from echelon.errors import DataError
+
+
+class Broken(Exception):
+    """A text that is not rows of the layout; says why."""
+
+
+class Skipped:
+    """Rows left out because they could not be read; shared by all threads that read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.rows = 0
+        self.first = ""
+
+    def add(self, rows: int, why: str) -> None:
+        with self._lock:
+            self.rows += rows
+            self.first = self.first or why
+
+
+class Parse:
+    """Makes blocks of tensors from blocks of lines."""
+
+    def __init__(
+        self, layout: Layout, names: dict[str, list[str]], delimiter: str, *, quotes: bool, skipped: Skipped | None
+    ) -> None:
+        self._layout, self._names, self._tensors, self._skipped = layout, names, Tensors(layout), skipped
+        self._parsing = csv.ParseOptions(delimiter=delimiter, quote_char='"' if quotes else False)
+        kinds = {name: pa.float32() for name in layout.columns} | {name: pa.binary() for name in layout.texts}
+        self._converting = csv.ConvertOptions(
+            column_types=kinds,
+            include_columns=layout.columns,
+            null_values=list(layout.missing),
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        )
+
+    def __call__(self, fetched: Fetched) -> Block:
+        block, text = fetched
+        try:
+            return self._tensors(self._table(text, block.rows, self._names[block.path]))
+        except Broken:
+            return self._mended(fetched)
+
+    def _table(self, text: bytes, rows: int, names: list[str]) -> pa.Table:
+        reading = csv.ReadOptions(use_threads=False, column_names=names, block_size=len(text) + 1)
+        try:
+            table = csv.read_csv(pa.BufferReader(text), reading, self._parsing, self._converting)
+        except pa.ArrowInvalid as error:
+            raise Broken(_reason(error)) from None
+        if table.num_rows != rows:
+            raise Broken("the line is empty" if table.num_rows < rows else "the line holds several rows")
+        if self._layout.label is not None and table.column(self._layout.label).null_count:
+            raise Broken(f"no value in the label column '{self._layout.label}'")
+        return table
+
+    def _mended(self, fetched: Fetched) -> Block:
+        """The block without its broken lines; an error where those are not to be left out."""
+        block, text = fetched
+        lines = text.removesuffix(b"\n").split(b"\n")
+        whole = np.ones(len(lines), np.bool_)
+        for at, why in self._faults(lines, 0, self._names[block.path]):
+            line = f"{block.path}, row {block.line + at}: {why}"
+            if self._skipped is None:
+                raise DataError(f"{line}; mend the line, or pass broken='skip' to leave such lines out")
+            self._skipped.add(1, line)
+            whole[at] = False
+        good = [line for line, is_whole in zip(lines, whole, strict=True) if is_whole]
+        return _spread(self._of_lines(good, block.path), whole)
+
+    def _of_lines(self, lines: list[bytes], path: str) -> Block:
+        names = self._names[path]
+        table = self._table(b"\n".join(lines), len(lines), names) if lines else self._empty()
+        return self._tensors(table)
+
+    def _empty(self) -> pa.Table:
+        kinds = self._converting.column_types
+        return pa.table({name: pa.array([], kinds[name]) for name in self._layout.columns})
+
+    def _faults(self, lines: list[bytes], first: int, names: list[str]) -> Iterator[tuple[int, str]]:
+        """The broken lines in order. Halves are tried until one line is left, so the judge is Arrow and no other."""
+        if not lines:
+            return
+        try:
+            self._table(b"\n".join(lines) + b"\n", len(lines), names)
+        except Broken as why:
+            if len(lines) == 1:
+                yield first, str(why)
+                return
+            half = len(lines) // 2
+            yield from self._faults(lines[:half], first, names)
+            yield from self._faults(lines[half:], first + half, names)
+
+
+def _spread(good: Block, whole: NDArray[np.bool_]) -> Block:
+    """Columns with a place for every line, so that a row's place does not depend on what was left out before it."""
+    at = torch.from_numpy(np.flatnonzero(whole))
+    columns = [column.new_zeros((len(whole), *column.shape[1:])).index_copy_(0, at, column) for column in good.columns]
+    return Block(columns, whole)
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    text = re.sub(r"Row #\d+: ", "", re.sub(r"^CSV parse error: (Row #\d+: )?", "", text))
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,0 +1,42 @@
+"""``echelon serve``: from the words of the command to a server that serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.environment import PADDLE_SERVERS
+from echelon.errors import UsageError
+from echelon.ps.role import find_role
+from echelon.ps.security import AUTHORITY, CERTIFICATE, CLIENT_AUTHORITY, KEY, Security
+from echelon.ps.serve import serve
+
+#: What each option stands for.
+VARIABLES = {"tls_cert": CERTIFICATE, "tls_key": KEY, "tls_ca": AUTHORITY, "client_ca": CLIENT_AUTHORITY}
+
+
+def serve_by_hand(
+    endpoint: str | None,
+    pservers: str | None,
+    trainers: int | None,
+    state: str | None,
+    join_timeout: float | None,
+    token: str | None,
+    files: Mapping[str, str | None],
+) -> int:
+    """Be the server at ``endpoint``; what is not given is as the environment says. The exit code."""
+    named = {VARIABLES[option]: file for option, file in files.items() if file is not None}
+    security = Security.from_environment({**os.environ, **named}, token=token)
+    listed = pservers or next((os.environ[name] for name in PADDLE_SERVERS if os.environ.get(name)), endpoint)
+    if listed is None:
+        raise UsageError("which server is this? give --endpoint HOST:PORT, and --pservers where it is one of several")
+    role = find_role(
+        role="server",
+        pservers=listed,
+        current_endpoint=endpoint,
+        trainers=trainers,
+        join_timeout=join_timeout,
+        token=security.token,
+    )
+    return serve(role, state=None if state is None else Path(state), security=security)

@@ -1,0 +1,102 @@
+"""Who takes part in a job, from which step on and until which, and who was heard of lately."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Seat:
+    """A worker's place in the job.
+
+    spans:       [first step, last step or None] of each time that it took part
+    seq:         of the last push received from it; committed: of the last that counts
+    fenced:      it is being dropped: nothing more is taken from it
+    passes:      over the data that it has finished, the last of them after its push ``pass_after``
+    """
+
+    spans: list[list[int | None]] = field(default_factory=list)
+    seq: int = -1
+    committed: int = -1
+    fenced: bool = False
+    passes: int = 0
+    pass_after: int = -1
+
+    def live(self) -> bool:
+        return bool(self.spans) and self.spans[-1][1] is None
+
+    def takes_part(self, step: int) -> bool:
+        return any(first is not None and first <= step and (last is None or step <= last) for first, last in self.spans)
+
+
+class Members:
+    """The workers of a job. Changed only by journaled requests, so that a replay gives the same."""
+
+    def __init__(self, trainers: int) -> None:
+        self.seats = {worker: Seat([[0, None]]) for worker in range(trainers)}
+
+    def at(self, step: int) -> list[int]:
+        """Workers that take part in a step, in their order."""
+        return sorted(worker for worker, seat in self.seats.items() if seat.takes_part(step))
+
+    def live(self) -> list[int]:
+        return sorted(worker for worker, seat in self.seats.items() if seat.live())
+
+    def is_live(self, worker: int) -> bool:
+        return worker in self.seats and self.seats[worker].live()
+
+    def last_step(self, worker: int) -> int:
+        """Through which a worker that is no member took part; -1: never."""
+        seat = self.seats.get(worker)
+        last = seat.spans[-1][1] if seat and seat.spans else None
+        return -1 if last is None else last
+
+    def enter(self, worker: int, step: int, passes: int) -> None:
+        """Takes part from ``step`` on; its pushes are counted from there."""
+        seat = self.seats.setdefault(worker, Seat())
+        if seat.live():
+            seat.spans.pop()  # it never began: an entry that the other servers did not follow
+        seat.spans = [*seat.spans[-3:], [step, None]]
+        seat.seq = seat.committed = seat.pass_after = step - 1
+        seat.fenced, seat.passes = False, passes
+
+    def end(self, worker: int, last: int) -> None:
+        """Takes no part after ``last``."""
+        seat = self.seats.get(worker)
+        if seat is None or not seat.live():
+            return
+        first = seat.spans[-1][0]
+        if first is not None and first > last:
+            seat.spans.pop()
+        else:
+            seat.spans[-1][1] = last
+        seat.seq, seat.committed = min(seat.seq, last), min(seat.seq, last)
+
+    def facts(self) -> dict[str, Any]:
+        return {str(worker): asdict(seat) for worker, seat in self.seats.items()}
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Members:
+        made = cls(0)
+        made.seats = {int(worker): Seat(**seat) for worker, seat in facts.items()}
+        return made
+
+
+class Beats:
+    """When each worker was last heard of. Forgotten with the process: a server that comes back gives everyone time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self._began = clock, clock()
+        self._heard: dict[int, float] = {}
+
+    def hear(self, worker: int) -> None:
+        if worker >= 0:
+            self._heard[worker] = self.clock()
+
+    def ever(self, worker: int) -> bool:
+        return worker in self._heard
+
+    def silent_for(self, worker: int) -> float:
+        return self.clock() - self._heard.get(worker, self._began)

@@ -1,0 +1,337 @@
+"""What an Engine does with parameter servers: read rows before a step, push gradients after it, keep in touch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from echelon import world as worlds
+from echelon.environment import RESTART_COUNT
+from echelon.errors import CheckpointError, PeerLost, UsageError
+from echelon.nn.sparse_embedding import SparseEmbedding, tables_of
+from echelon.ps.blocks import Blocks, check_parameters
+from echelon.ps.client import Client, Update
+from echelon.ps.frame import Frame
+from echelon.ps.geo import Geo
+from echelon.ps.job import group_settings, make_job, table_seed
+from echelon.ps.reading import Reading
+from echelon.ps.role import Role
+from echelon.strategy import ParameterServer
+
+#: How many of its answered pushes a worker sums up for its staleness figure.
+LATELY = 100
+
+
+class Served:
+    """The tables of one model, and its dense parameters where servers hold them."""
+
+    def __init__(
+        self, settings: ParameterServer, role: Role, seed: int, model: nn.Module, device: torch.device
+    ) -> None:
+        self.remote = bool(role.endpoints)
+        self.role, self._seed, self._device = role, seed, device
+        # with nobody else there, all modes are one
+        self.settings = settings if self.remote else dataclasses.replace(settings, mode="sync")
+        #: whether servers hold the dense parameters too; without servers nobody else could
+        self.dense = settings.dense_on_servers and self.remote
+        self.worker, self.workers = (role.index, role.workers) if self.remote else (0, 1)
+        self._tables = tables_of(model, lambda name: table_seed(seed, name))
+        self._model = model
+        self.blob: Callable[[], bytes] | None = None  #: what this worker needs to go on after a restart
+        #: whether this process's own optimizer steps the dense parameters
+        self.steps_here = not self.dense or self.settings.mode == "geo"
+        self._geo: Geo | None = None
+        self._next: Any = None  # the batch after this one
+        self._begun = False
+        self._stale: list[int] = []
+        self.client: Client | None = None
+
+    # ---- opening ----
+
+    def open(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Tell the servers of the job. ``begin`` follows when the model has its first values."""
+        self._optimizer = optimizer
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        if self.dense:
+            check_parameters(trained)
+        job = make_job(
+            self.settings,
+            [spec for spec, _ in self._tables.values()],
+            optimizer if self.dense else None,
+            trained,
+            session=self._session(),
+            servers=max(1, len(self.role.endpoints)),
+            trainers=self.workers,
+            seed=self._seed,
+        )
+        links = connect(self.role, job.servers, self.settings.timeout, job.session)
+        self.client = Client(links, job, self.worker)
+        self.reading = Reading(self.client, self._device)
+        self._blocks = Blocks(job.blocks, trained, job.servers)
+        self._optimizing = {name: modules for name, (_, modules) in self._tables.items()}
+        for name, (_, modules) in self._tables.items():
+            for module in modules:
+                module.connect(name, lambda: self.reading)
+        if self.settings.mode == "geo":
+            self._geo = Geo(self.client, self._blocks, self.workers, self.settings.k_steps)
+            self.reading.pull = self._geo.pull
+        self._standing = self.client.hello()
+        self.client.open()
+        self._beats = beating(self.role, self.worker, links)
+
+    def _session(self) -> str:
+        """Workers that are bound together restart together, and their servers begin anew with them."""
+        attempt = os.environ.get(RESTART_COUNT, "0") if not self.dense else "0"
+        return f"{self.role.session}/{attempt}"
+
+    @property
+    def resumed(self) -> bytes | None:
+        """What this worker left with the servers before it was restarted; None when it begins."""
+        assert self.client is not None
+        mine = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
+        if not self.dense or len(mine) < len(self._standing) or min(s["seq"] for s in mine) < 0:
+            return None
+        seq = min(int(s["seq"]) for s in mine)
+        kept = self.client.ask(op="blob")[0]
+        blobs = dict(zip(kept.head["steps"], kept.arrays, strict=True))
+        if seq not in blobs:
+            raise UsageError(f"server 0 has no state of worker {self.worker} after step {seq}; start the job again")
+        self.client.resume_at(seq + 1)
+        self._begun = True
+        return bytes(blobs[seq])
+
+    def begin(self) -> None:
+        """Let training start: worker 0's values of the dense parameters are everybody's."""
+        assert self.client is not None
+        if not self._begun and self.worker == 0:  # others wait in their first pull
+            self.client.begin(self._blocks.values())
+        self._begun = True
+        self.refresh()
+
+    # ---- a step ----
+
+    @contextlib.contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """Around forward and backward of ``batch``."""
+        assert self.client is not None
+        waits = self.settings.mode in ("sync", "bounded")
+        self.reading.begin(batch, dense=self.dense and waits)
+        self._install(self.reading.values or self.client.collect(self._leave()))
+        try:
+            yield
+        except BaseException:
+            self.reading.end()
+            raise
+
+    def _leave(self) -> int:
+        """Pushes that may stay unanswered while the next step computes."""
+        return 1 if self.settings.prefetch and self.settings.mode == "async" else 0
+
+    def update(self, samples: float, weight: float) -> None:
+        """Push the step's gradients: of the mean over ``samples``, times the ``weight`` that the loss was given."""
+        assert self.client is not None
+        tables = self.reading.gradients(1.0 / weight if weight else 0.0) if samples else {}
+        rates = {name: float(modules[0].lr) for name, modules in self._optimizing.items()}
+        if self._geo is not None:
+            self._geo.update(tables, rates)
+            self.reading.end()
+            if self._geo.due:
+                self._geo.exchange(self._blob())
+            return
+        dense = self._blocks.gradients() if self.dense else []
+        compensated = self.settings.compensate > 0
+        update = Update(
+            weight=float(samples),
+            tables=tables,
+            rates=rates,
+            groups=group_settings(self._optimizer) if self.dense else [],
+            dense=dense,
+            values=self.dense and self.settings.mode == "async",
+            pulled_rows=self.reading.origins(tables) if compensated else {},
+            pulled_dense=self._blocks.values() if compensated and self.dense else [],
+            blob=self._blob(),
+        )
+        self.client.push(update, self.reading.versions)
+        self.reading.end()
+        if self._next is not None and self.settings.mode in ("sync", "bounded"):
+            self._ask_ahead()
+        self._note_staleness()
+
+    def _blob(self) -> NDArray[np.uint8] | None:
+        return np.frombuffer(self.blob(), np.uint8) if self.blob and self.dense else None
+
+    def skip(self) -> None:
+        """The step has nothing to apply. A worker that others wait for says so."""
+        if self.dense and self.settings.mode != "geo":
+            self.update(0.0, 0.0)
+        else:
+            self.reading.end()
+
+    def ahead(self, batch: Any) -> None:
+        """The batch after the one that is about to be handed out."""
+        if not self.settings.prefetch:
+            return
+        self._next = batch
+        if self.settings.mode in ("async",):
+            self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        batch, self._next = self._next, None
+        self.reading.ask_ahead(batch, dense=self.dense and self.settings.mode != "async")
+
+    def _install(self, values: Sequence[NDArray[np.float32]]) -> None:
+        if self._geo is not None:
+            self._geo.install(values)
+        elif self.dense and values:
+            self._blocks.install(values)
+
+    def _note_staleness(self) -> None:
+        assert self.client is not None
+        self._stale = (self._stale + self.client.staleness)[-LATELY:]
+        self.client.staleness = []
+
+    @property
+    def staleness(self) -> float:
+        """Mean number of updates that others made between this worker's reading and its pushing, lately."""
+        return sum(self._stale) / len(self._stale) if self._stale else 0.0
+
+    # ---- between steps ----
+
+    def refresh(self) -> None:
+        """Let every push count, and take up the servers' values: before the model is shown, judged or stored."""
+        assert self.client is not None
+        if self._geo is not None and self._geo.steps:
+            self._geo.exchange(self._blob())
+        self.client.settle()
+        if self.dense:
+            pulled = self.client.pull({}, step=self.client.seq, dense=True, peek=self.settings.mode != "sync")
+            pulled.rows()
+            self._install(pulled.dense)
+
+    def new_pass(self) -> None:
+        """A pass over the data is done: rows may expire."""
+        assert self.client is not None
+        if self.worker == 0:
+            self.client.ask(op="new_pass")
+
+    @staticmethod
+    def saved_as(step: int) -> str:
+        """The directory, beside a checkpoint, that holds the servers' part of it."""
+        return f"servers-{step:08d}"
+
+    def save(self, place: Path, step: int, alone: bool) -> None:
+        """All servers write their part; ``alone``: this process asks for it, others wait with it until it is done."""
+        assert self.client is not None
+        if not self.dense and self.remote:
+            worlds.barrier()  # every worker's pushes have been answered
+        if alone:
+            directory = place / self.saved_as(step)
+            directory.mkdir(parents=True, exist_ok=True)
+            self.client.ask(op="save", path=str(directory.absolute()), step=step)
+        if not self.dense and self.remote:
+            worlds.barrier()
+
+    def forget_saves(self, place: Path) -> None:
+        """Remove servers' parts whose checkpoint is gone."""
+        from echelon.checkpoint.layout import complete
+
+        kept = {self.saved_as(step) for step in complete(place)}
+        newest = max(kept, default="")
+        for left in place.glob("servers-*"):
+            if left.name not in kept and left.name < newest:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def load(self, checkpoint: Path, name: str | None, asks: bool) -> None:
+        """Let the servers go on from their part of a checkpoint. One worker asks; ``begin`` holds the others."""
+        assert self.client is not None
+        if name is None:
+            raise CheckpointError(f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with")
+        if asks:
+            self.client.ask(op="load", path=str((checkpoint.parent / Path(name).name).absolute()))
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+        assert self.client is not None
+        return [answer.head for answer in self.client.ask(op="stats")]
+
+    def close(self, done: bool = True) -> None:
+        """Leave the job; ``done``: this worker has nothing more to say."""
+        if self.client is None:
+            return
+        client = self.client
+        try:
+            if done and self._geo is not None and self._geo.steps:
+                self._geo.exchange(self._blob())
+            self.client = None
+            if done:
+                client.leave()
+        finally:
+            if self._beats is not None:
+                self._beats.close()
+            client.close()
+
+    def describe(self) -> Iterator[str]:
+        """For the announcement of the run."""
+        where = f"{len(self.role.endpoints)} servers" if self.remote else "this process (no servers in this job)"
+        for name, (spec, modules) in self._tables.items():
+            rule = type(spec.rule).__name__.lower()
+            shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
+            yield f"table '{name}': {spec.dim} floats a row, {rule}, on {where}{shared}"
+        if self.remote:
+            how = "on the servers" if self.dense else "summed between workers"
+            exact = "" if self.settings.mode == "sync" else " (inexact)"
+            yield f"parameter server: {self.settings.mode}{exact}, {self.workers} workers, dense parameters {how}"
+
+
+def has_tables(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseEmbedding) for module in model.modules())
+
+
+def connect(role: Role, servers: int, timeout: float, session: str) -> list[Any]:
+    """A link to each server; to one inside this process when the job has none."""
+    if not role.endpoints:
+        from echelon.ps.local import DirectLink, own_shard
+
+        return [DirectLink(own_shard().handle)]
+    from echelon.ps.link import Link
+    from echelon.ps.security import Security
+
+    security = Security.from_environment()
+    return [
+        Link(
+            endpoint, hello=partial(_greet, index, session), security=security, timeout=timeout, name=f"server {index}"
+        )
+        for index, endpoint in enumerate(role.endpoints)
+    ]
+
+
+def _greet(index: int, session: str, call: Callable[[Frame], Frame]) -> None:
+    """After a lost connection: is it still the server that has our state?"""
+    known = call(Frame({"op": "hello", "worker": -1, "session": session})).head
+    if known.get("opened") and known.get("session") == session:
+        return
+    raise PeerLost(
+        f"server {index} came back without its state (its journal is off or lost); start the job again: it goes on "
+        "from the last checkpoint. ParameterServer(journal=True), or replica=True for lost hosts, prevents it"
+    )
+
+
+def beating(role: Role, worker: int, links: Sequence[Any]) -> Any:
+    """Tells the servers, now and then, that this worker lives."""
+    if not role.endpoints:
+        return None
+    from echelon.ps.link import Beats
+    from echelon.ps.security import Security
+
+    return Beats(role.endpoints, worker, Security.from_environment(), links=links)

@@ -1,0 +1,314 @@
+"""``echelon run --servers --workers``: real servers, real workers, and what becomes of the job when one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from command import Ended, echelon, finish, processes_with, start, until, write
+from harness import free_port
+
+#: A worker that knows its servers, and does nothing but talk to them.
+TALK = """
+import json, os, signal, sys, time
+import echelon
+from echelon.ps.frame import Frame
+from echelon.ps.link import Link
+from echelon.ps.security import Security
+from echelon.ps.spec import JobSpec
+
+me = echelon.init().rank
+role = echelon.world.current().role
+links = [
+    Link(endpoint, name=f"server {n}", security=Security.from_environment(), timeout=float(os.environ.get("AWAY", role.join_timeout)))
+    for n, endpoint in enumerate(role.endpoints)
+]
+
+def ask(op, **head):
+    return [link.call(Frame({"op": op, "worker": me, **head})).head for link in links]
+
+def note(name, text=""):
+    open(name + ".part", "w").write(str(text))
+    os.rename(name + ".part", name)
+
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.02)
+
+def join():
+    ask("hello", session=role.session)
+    job = JobSpec(session=role.session, mode="async", trainers=role.workers, servers=len(links))
+    ask("open", job=job.to_json())
+
+join()
+"""
+
+
+def processes(directory: Path, *, log: str = "log") -> dict[str, int]:
+    """The job's processes by their name ("server-0", "rank-1"): all that carry its log directory and have a role."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            if str(directory / log) in (entry / "cmdline").read_text().split("\0"):
+                env = environment(int(entry.name))
+                role = env["TRAINING_ROLE"]
+                name = f"server-{env['ECHELON_SERVER']}" if role == "PSERVER" else f"rank-{env['RANK']}"
+                found[name] = int(entry.name)
+    return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def gone(directory: Path) -> bool:
+    return not processes_with(str(directory / "log"))
+
+
+def logs(directory: Path) -> dict[str, str]:
+    return {log.name: log.read_text() for log in (directory / "log").glob("*.log")}
+
+
+def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_path: Path) -> None:
+    write(
+        tmp_path / "look.py",
+        TALK + "print('words of worker', me)\n"
+        "note(f'up-{me}', json.dumps({'argv': sys.argv} | dict(os.environ)))\n"
+        "wait_for('seen')\nask('leave')\n",
+    )
+    (tmp_path / "log").mkdir()
+    write(tmp_path / "log" / "server-7.log", "of an earlier, larger job")
+    job = start("run", "--servers", 2, "--workers", 2, "look.py", "--lr", "1", cwd=tmp_path)
+    until(lambda: len(list(tmp_path.glob("up-?"))) == 2, "both workers")
+    found = processes(tmp_path)
+    assert sorted(found) == ["rank-0", "rank-1", "server-0", "server-1"]
+    servers = [environment(found[f"server-{n}"]) for n in range(2)]
+    workers = [json.loads((tmp_path / f"up-{n}").read_text()) for n in range(2)]
+    token, session = workers[0]["ECHELON_PS_TOKEN"], workers[0]["ECHELON_PS_SESSION"]
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    state = tmp_path / "log" / f"servers-{session}"
+    assert (state / "session").read_text() == session
+    (tmp_path / "seen").touch()
+    end = finish(job)
+
+    assert (end.code, end.out, end.err) == (0, "words of worker 0\n", "")
+    endpoints = workers[0]["PADDLE_PSERVERS_IP_PORT_LIST"].split(",")
+    assert len(set(endpoints)) == 2
+    for env in workers + servers:
+        assert env["PADDLE_PSERVERS_IP_PORT_LIST"].split(",") == endpoints
+        assert (env["PADDLE_TRAINERS_NUM"], env["ECHELON_PS_TOKEN"]) == ("2", token)
+    for n, env in enumerate(workers):
+        assert (env["TRAINING_ROLE"], env["PADDLE_TRAINER_ID"], env["RANK"], env["WORLD_SIZE"]) == (
+            "TRAINER",
+            *f"{n}{n}2",
+        )
+        assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) == (str(n), "2", "127.0.0.1")
+        assert (env["ECHELON_RESTARTS"], env["TORCHELASTIC_RESTART_COUNT"]) == ("0", "0")
+        assert env["PADDLE_TRAINER_ENDPOINTS"].split(",")[n] == env["PADDLE_CURRENT_ENDPOINT"]
+        assert env["argv"] == ["look.py", "--lr", "1"]
+    for n, env in enumerate(servers):
+        assert (env["TRAINING_ROLE"], env["PADDLE_CURRENT_ENDPOINT"]) == ("PSERVER", endpoints[n])
+    assert len(token) >= 32
+    assert not [words for words in commands if token.encode() in words]
+    assert sorted(logs(tmp_path)) == ["rank-0.log", "rank-1.log", "server-0.log", "server-1.log"]
+    assert not [name for name, text in logs(tmp_path).items() if token in text]
+    assert not state.exists()
+    assert gone(tmp_path)
+
+
+def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Path) -> None:
+    """A server at the same endpoint, then a worker under the same id; the worker beside it stays the same process."""
+    write(
+        tmp_path / "talk.py",
+        TALK + "note(f'up-{me}-{os.environ[\"ECHELON_RESTARTS\"]}', os.getpid())\n"
+        "wait_for('server-killed'); join(); note(f'again-{me}')\n"
+        "wait_for('worker-killed'); join(); ask('leave')\n",
+    )
+    job = start("run", "--servers", 1, "--workers", 2, "talk.py", cwd=tmp_path)
+    until(lambda: len(list(tmp_path.glob("up-?-0"))) == 2, "both workers")
+    before = processes(tmp_path)
+    os.kill(before["server-0"], signal.SIGKILL)
+    (tmp_path / "server-killed").touch()
+    until(lambda: len(list(tmp_path.glob("again-?"))) == 2, "answers of the new server")
+    os.kill(before["rank-1"], signal.SIGKILL)
+    until((tmp_path / "up-1-1").exists, "the new worker")
+    after = processes(tmp_path)
+    (tmp_path / "worker-killed").touch()
+    end = finish(job)
+    assert end.code == 0, end.err
+    assert end.err.splitlines() == [
+        "echelon: restarting server 0 (restart 1 of 3) because it was killed by SIGKILL",
+        "echelon: restarting worker 1 (restart 1 of 3) because it was killed by SIGKILL",
+    ]
+    assert after["rank-0"] == before["rank-0"]
+    assert after["rank-1"] != before["rank-1"]
+    assert after["server-0"] != before["server-0"]
+    assert not (tmp_path / "up-0-1").exists()
+    written = logs(tmp_path)
+    assert "----- restart 1 -----" in written["server-0.log"]
+    assert "----- restart 1 -----" in written["rank-1.log"]
+    assert "restart" not in written["rank-0.log"]
+
+
+def test_workers_that_are_bound_come_back_together_at_another_place(tmp_path: Path) -> None:
+    write(
+        tmp_path / "bound.py",
+        TALK + "import torch, torch.distributed as dist\n"
+        "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "echelon.world.bind()\n"
+        "mine = torch.tensor([10.0 ** me]); dist.all_reduce(mine)\n"
+        "if first and me == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if first: dist.all_reduce(mine)\n"
+        "print(mine.item(), os.environ['ECHELON_RESTARTS'], os.environ['MASTER_PORT'])\n"
+        "ask('leave')\n",
+    )
+    end = echelon("run", "--servers", 1, "--workers", 2, "bound.py", cwd=tmp_path)
+    assert end.code == 0, end.err
+    assert end.err.splitlines() == [
+        "echelon: restarting all workers (restart 1 of 3) because worker 1 was killed by SIGKILL"
+    ]
+    total, restarts, _ = end.out.split()
+    assert (total, restarts) == ("11.0", "1")
+    assert logs(tmp_path)["rank-1.log"].splitlines() == ["----- restart 1 -----", end.out.strip()]
+
+
+def blamed(end: Ended) -> str:
+    """The first line that is not about a restart, without where it was."""
+    line = next(line for line in end.err.splitlines() if "restarting" not in line)
+    return re.sub(rf" \(host {re.escape(socket.gethostname())}, pid \d+\)", "", line).removeprefix("echelon: ")
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_when_restarts_are_used_up_the_first_to_fail_is_named_and_all_end(tmp_path: Path, role: str) -> None:
+    fail = "if me == 1: raise ValueError('labels out of range')\ntime.sleep(600)\n"
+    sleep = "note(f'up-{me}'); time.sleep(600)\n"
+    write(tmp_path / "train.py", TALK + (fail if role == "worker" else sleep))
+    restarts = 1 if role == "worker" else 0
+    options = ["--servers", 1, "--workers", 2, "--max-restarts", restarts]
+    job = start("run", *options, "train.py", cwd=tmp_path)
+    if role == "server":
+        until(lambda: len(list(tmp_path.glob("up-?"))) == 2, "both workers")
+        os.kill(processes(tmp_path)["server-0"], signal.SIGKILL)
+    end = finish(job)
+    lines = end.err.splitlines()
+    if role == "worker":
+        why = "it raised ValueError: labels out of range"
+        assert lines[0] == f"echelon: restarting worker 1 (restart 1 of 1) because {why}"
+        assert blamed(end) == "worker 1 of 2 raised ValueError: labels out of range"
+        assert lines[2] == "Traceback (most recent call last):"
+        assert end.code == 1
+    else:
+        assert blamed(end) == "server 0 of 1 was killed by SIGKILL"
+        assert end.code == 128 + signal.SIGKILL
+    log = "rank-1" if role == "worker" else "server-0"
+    assert f"echelon: its log is {tmp_path}/log/{log}.log" in lines
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_launcher_leaves_neither_servers_nor_workers(tmp_path: Path, number: signal.Signals) -> None:
+    write(tmp_path / "sleep.py", TALK + "note(f'up-{me}'); time.sleep(600)\n")
+    job = start("run", "--servers", 1, "--workers", 1, "sleep.py", cwd=tmp_path)
+    until((tmp_path / "up-0").exists, "the worker")
+    assert len(processes_with(str(tmp_path / "log"))) == 2
+    job.send_signal(number)
+    if number == signal.SIGKILL:
+        until(lambda: gone(tmp_path), "the end of all processes")
+        job.communicate()
+        return
+    end = finish(job)
+    assert gone(tmp_path)
+    assert end.code == 128 + number
+    assert end.err.splitlines()[0] == f"echelon: stopped by {number.name}; no process is left"
+
+
+def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Path) -> None:
+    write(tmp_path / "talk.py", TALK)
+    port = free_port()
+    options = ["--pservers", f"127.0.0.1:{port}", "--servers", 0, "--trainers", 1, "--join-timeout", 1]
+    end = echelon("run", *options, "talk.py", cwd=tmp_path)
+    assert blamed(end).startswith(
+        f"worker 0 of 1 raised PeerLost: server 0 at 127.0.0.1:{port} has not answered for 1 s"
+    )
+    assert "restarting" not in end.err
+    assert end.code == 1
+
+
+def test_a_worker_that_does_not_come_is_named_after_the_time_to_join(tmp_path: Path) -> None:
+    write(
+        tmp_path / "talk.py",
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(600)\n" + TALK + "time.sleep(600)\n",
+    )
+    end = echelon("run", "--servers", 1, "--workers", 2, "--join-timeout", 5, "talk.py", cwd=tmp_path, AWAY="60")
+    assert blamed(end).startswith("server 0 of 1 raised PeerLost: ")
+    assert "worker 1" in blamed(end)
+    assert "restarting" not in end.err
+    assert end.code == 1
+    assert gone(tmp_path)
+
+
+def test_two_hosts_share_their_servers(tmp_path: Path) -> None:
+    """One launcher brings both servers and worker 0, which ends first; the servers stay for the other's worker 1."""
+    write(
+        tmp_path / "talk.py",
+        TALK + "note(f'up-{me}'); wait_for('up-0'); wait_for('up-1')\n"
+        "if me == 1: wait_for('first-left')\n"
+        "ask('leave')\n",
+    )
+    endpoints = [f"127.0.0.{host}:{free_port()}" for host in (1, 2)]
+    secret = {"ECHELON_PS_TOKEN": "the-same-on-both", "ECHELON_PS_SESSION": "both"}
+    common = ["--pservers", ",".join(endpoints), "--trainers", 2]
+    here = start("run", *common, "--trainer-id-from", 0, "talk.py", cwd=tmp_path, **secret)
+    there = start(
+        "run", *common, "--servers", 0, "--trainer-id-from", 1, "--log-dir", "there", "talk.py", cwd=tmp_path, **secret
+    )
+    until(lambda: (tmp_path / "up-0").exists() and "rank-0" not in processes(tmp_path), "the end of worker 0")
+    assert sorted(processes(tmp_path)) == ["server-0", "server-1"]
+    (tmp_path / "first-left").touch()
+    ends = finish(here), finish(there)
+    assert [(end.code, end.err) for end in ends] == [(0, ""), (0, "")]
+    assert sorted(logs(tmp_path)) == ["rank-0.log", "server-0.log", "server-1.log"]
+
+
+def test_one_script_is_worker_or_server_as_it_is_told(tmp_path: Path) -> None:
+    """No launcher: a server by 'echelon serve', one by the script itself, a worker by the script with arguments."""
+    endpoints = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    listed = ",".join(endpoints)
+    write(tmp_path / "talk.py", TALK.replace("init()", f"init(pservers='{listed}')") + "ask('leave'); print('left')\n")
+    ends = [start("serve", "--endpoint", endpoints[0], "--pservers", listed, cwd=tmp_path)]
+    for own in ({"TRAINING_ROLE": "PSERVER", "PADDLE_CURRENT_ENDPOINT": endpoints[1]}, {}):
+        ends.append(start("run", "--log-dir", f"log-{len(own)}", "talk.py", cwd=tmp_path, **own))
+    told = [finish(end) for end in ends]
+    assert [(end.code, end.err) for end in told] == [(0, "")] * 3
+    assert [end.out for end in told] == [
+        f"echelon: server 0 of 2 is ready at {endpoints[0]}\n",
+        f"echelon: server 1 of 2 is ready at {endpoints[1]}\n",
+        "left\n",
+    ]
+
+
+def test_the_state_of_a_job_that_was_stopped_is_what_the_next_goes_on_from(tmp_path: Path) -> None:
+    write(
+        tmp_path / "talk.py",
+        TALK + "known = ask('hello', session=role.session)[0]\n"
+        "if me == 0 and not os.path.exists('up'): note('up', role.session); time.sleep(600)\n"
+        "note('session', role.session); ask('leave')\n",
+    )
+    job = start("run", "--servers", 1, "talk.py", cwd=tmp_path)
+    until((tmp_path / "up").exists, "the worker")
+    job.send_signal(signal.SIGINT)
+    lines = finish(job).err.splitlines()
+    state = tmp_path / "log" / f"servers-{(tmp_path / 'up').read_text()}"
+    assert lines[0] == "echelon: stopped by SIGINT; no process is left"
+    assert lines[1] == f"echelon: the servers' state is in {state}; to go on from it, add --state {state}"
+    end = echelon("run", "--servers", 1, "--state", state, "talk.py", cwd=tmp_path)
+    assert end.code == 0, end.err
+    assert (tmp_path / "session").read_text() == (tmp_path / "up").read_text()
+    assert state.exists()

@@ -1,0 +1,113 @@
+"""A server process for tests of the network: it keeps a sum in a file, so that it can be killed and come back."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.ps.frame import Frame
+from echelon.ps.security import OPEN, Security
+from echelon.ps.server import Server
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["numpy", "pyarrow", "echelon"])
+
+DIM = 16
+
+
+def rows_of(ids: np.ndarray) -> np.ndarray:
+    """What a pull answers: numbers that only the right ids in the right order give."""
+    return ((ids % 1009)[:, None] * np.arange(1, DIM + 1)).astype(np.float32)
+
+
+class Counting:
+    """push {seq} [values]: adds their sum, once for each seq, on disk before it answers. pull [ids]: ``rows_of``."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file, self.lock = file, threading.Lock()
+        self.state: dict[str, Any] = {"seq": -1, "total": 0, "duplicates": 0, "order": []}
+        if file is not None and file.exists():
+            self.state = json.loads(file.read_text())
+
+    def handle(self, frame: Frame, gone: Callable[[], bool]) -> Frame:
+        op = frame.head.get("op")
+        if op == "pull":
+            return Frame({"ok": True, "version": 3}, [rows_of(frame.arrays[0])])
+        if op == "push":
+            return self._push(frame)
+        if op == "echo":
+            return Frame(frame.head, [array.copy() for array in frame.arrays])
+        if op == "wait":
+            Path(frame.head["seen"]).write_text("waits")
+            while not gone() and not Path(frame.head["until"]).exists():
+                time.sleep(0.01)
+            Path(frame.head["seen"]).write_text(str(gone()))
+            return Frame({"ok": True})
+        if op == "fail":
+            raise ZeroDivisionError("a mistake\nof ours")
+        return Frame({"ok": True, **self.state, "seen": frame.head})
+
+    def _push(self, frame: Frame) -> Frame:
+        with self.lock:
+            duplicate = frame.head["seq"] <= self.state["seq"]
+            if duplicate:
+                self.state["duplicates"] += 1
+            else:
+                self.state["seq"] = frame.head["seq"]
+                self.state["order"].append(frame.head["seq"])
+                self.state["total"] += int(frame.arrays[0].sum())
+            if self.file is not None:
+                aside = self.file.with_suffix(".new")
+                aside.write_text(json.dumps(self.state))
+                aside.replace(self.file)
+            return Frame({"ok": True, "duplicate": duplicate, "total": self.state["total"]})
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _serve(endpoint: str, file: Path | None, security: Security, ready: Any) -> None:
+    server = Server(endpoint, Counting(file).handle, security)
+    ready.send(server.endpoint)
+    signal.pause()
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, endpoint: str = "127.0.0.1:0", file: Path | None = None, security: Security = OPEN) -> None:
+        ours, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(endpoint, file, security, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.endpoint: str = ours.recv()
+
+    def signal(self, which: int) -> None:
+        os.kill(self._process.pid or 0, which)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[Process]:
+    process = Process(**options)
+    try:
+        yield process
+    finally:
+        process.kill()

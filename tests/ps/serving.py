@@ -1,0 +1,49 @@
+"""Jobs with real servers for tests: ``results = served(train, servers=2, workers=2)``, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from harness import free_port, run
+
+#: What the harness tells its ranks; workers and servers are told other things.
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def served(train: Callable[..., Any], *args: Any, servers: int = 1, workers: int = 2, **kwargs: Any) -> list[Any]:
+    """Call ``train`` on every worker of a job; what they returned, by worker."""
+    endpoints = ",".join(f"127.0.0.1:{free_port()}" for _ in range(servers))
+    meeting = free_port()
+    with tempfile.TemporaryDirectory() as state:
+        told = {"servers": servers, "workers": workers, "endpoints": endpoints, "meeting": meeting, "state": state}
+        results = run(part, train, told, args, kwargs, ranks=servers + workers, timeout=90)
+    assert results[:servers] == [0] * servers, results[:servers]
+    return results[servers:]
+
+
+def part(train: Callable[..., Any], told: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    """One process of the job: the first ones are servers."""
+    index = int(os.environ["RANK"])
+    for name in RANKS:
+        del os.environ[name]
+    os.environ |= {
+        "PADDLE_PSERVERS_IP_PORT_LIST": told["endpoints"],
+        "PADDLE_TRAINERS_NUM": str(told["workers"]),
+        "MASTER_PORT": str(told["meeting"]),
+        "ECHELON_PS_STATE": told["state"],
+        "ECHELON_PS_TOKEN": "between-us",
+    }
+    import echelon
+
+    if index < told["servers"]:
+        os.environ |= {"TRAINING_ROLE": "PSERVER", "PADDLE_CURRENT_ENDPOINT": told["endpoints"].split(",")[index]}
+        try:
+            echelon.init()
+        except SystemExit as end:
+            return end.code
+        raise AssertionError("a server's init() returned")
+    os.environ |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(index - told["servers"])}
+    return train(*args, **kwargs)

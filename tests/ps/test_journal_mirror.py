@@ -1,0 +1,140 @@
+"""What a server loses with its disk, the next server has."""
+
+import shutil
+
+import numpy as np
+import pytest
+from kept_shard import Keeping, ask, make_job, opened, push, received, state_of, trained
+
+from echelon.errors import PeerLost
+from echelon.ps.frame import Frame
+from echelon.ps.restore import Manifest
+
+JOB = make_job(mode="sync", trainers=2, keeping=Keeping(replica=True, snapshot_every=3600.0))
+
+
+class Line:
+    """The way from a server to the next one; it can be cut."""
+
+    def __init__(self, neighbour):
+        self.neighbour, self.cut = neighbour, False
+
+    def __call__(self, frame):
+        if self.cut:
+            raise PeerLost("server 1 does not answer")
+        return self.neighbour.handle(frame)
+
+
+@pytest.fixture
+def line(tmp_path):
+    neighbour = opened(make_job(mode="sync", trainers=2), server=1, directory=tmp_path / "server-1")
+    yield Line(neighbour)
+    neighbour.close()
+
+
+@pytest.mark.parametrize("lost", ["everything", "the journal", "the newest snapshot"])
+def test_a_server_that_lost_its_files_asks_the_next_one(tmp_path, line, lost):
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    for number in range(31):
+        push(shard, number)
+        if number in (5, 20):
+            shard.keeper.snapshot()
+    shard.close()
+    if lost == "everything":
+        shutil.rmtree(tmp_path / "server-0")
+    for path in (tmp_path / "server-0").glob("journal-*" if lost == "the journal" else "snapshot-00000004*"):
+        path.unlink()
+    again = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    assert received(again) == 31
+    assert state_of(again) == state_of(trained(31, JOB))
+    again.close()
+
+
+def test_the_neighbour_keeps_only_what_the_last_snapshot_needs(tmp_path, line):
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    for number in range(12):
+        push(shard, number)
+        shard.keeper.snapshot()
+    mirror = tmp_path / "server-1" / "mirror-of-0"
+    own = {path.name: path.read_bytes() for path in (tmp_path / "server-0").iterdir() if path.stat().st_size}
+    assert {path.name: path.read_bytes() for path in mirror.iterdir()} == own
+    shard.close()
+
+
+def test_a_neighbour_that_is_away_does_not_stop_training_and_catches_up(tmp_path, line, capfd):
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    push(shard, 0)
+    line.cut = True
+    for number in range(1, 9):
+        push(shard, number)
+    assert capfd.readouterr().err.count("server 0 goes on without its replica") == 1
+    line.cut = False
+    push(shard, 9)
+    shard.keeper.snapshot()
+    push(shard, 10)
+    shard.close()
+    shutil.rmtree(tmp_path / "server-0")
+    assert state_of(opened(JOB, directory=tmp_path / "server-0", mirror=line)) == state_of(trained(11, JOB))
+
+
+def test_a_neighbour_that_lost_its_copy_gets_it_again(tmp_path, line, capfd):
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    for number in range(4):
+        push(shard, number)
+    shutil.rmtree(tmp_path / "server-1" / "mirror-of-0")
+    push(shard, 4)
+    assert "it lacks journal-" in capfd.readouterr().err
+    shard.keeper.snapshot()
+    push(shard, 5)
+    shard.close()
+    shutil.rmtree(tmp_path / "server-0")
+    assert state_of(opened(JOB, directory=tmp_path / "server-0", mirror=line)) == state_of(trained(6, JOB))
+
+
+def test_two_servers_may_mirror_each_other(tmp_path):
+    job = make_job(servers=2, mode="async", keeping=Keeping(replica=True, snapshot_every=3600.0))
+    shards = []
+    lines = [lambda frame: shards[1].handle(frame), lambda frame: shards[0].handle(frame)]
+    for server in range(2):
+        shards.append(None)
+        shards[server] = opened(job, server, tmp_path / f"server-{server}", lambda f, s=server: _there(shards, 1 - s, f))
+    for server in range(2):
+        shards[server].keeper.snapshot()
+    for number in range(5):
+        for shard in shards:
+            push(shard, number)
+    assert len(lines) == 2
+    for shard in shards:
+        shard.close()
+    for server in range(2):
+        mirror = tmp_path / f"server-{1 - server}" / f"mirror-of-{server}"
+        assert Manifest.read(mirror).number == Manifest.read(tmp_path / f"server-{server}").number
+
+
+def _there(shards, server, frame):
+    if len(shards) <= server or shards[server] is None:
+        return Frame({"error": "no open job"})
+    return shards[server].handle(frame)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"op": "mirror", "server": 0, "file": "../../x", "offset": 0},
+        {"op": "mirror", "server": 0, "file": "x.seg", "offset": 0},
+        {"op": "mirror", "server": "../..", "file": "manifest.json"},
+        {"op": "mirror", "server": -1, "file": "manifest.json"},
+        {"op": "mirror", "server": 0, "file": "journal-00000001.seg", "offset": -5},
+        {"op": "mirror", "server": 0, "file": "journal-00000001.seg", "offset": "all"},
+        {"op": "mirrored", "server": 0, "file": "/etc/hostname"},
+        {"op": "mirrored", "server": 0, "file": "journal-00000001.seg"},
+        {"op": "mirror", "server": 0},
+        {"op": "mirror", "server": 0, "keep": "no list of names", "segment": None},
+    ],
+)
+def test_nothing_else_can_be_read_or_written_by_a_peer(tmp_path, line, head):
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    answer = line(Frame({"worker": -1, **head}, [np.zeros(3, np.uint8)]))
+    assert "\n" not in answer.head["error"]
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+    assert ask(line.neighbour, {"op": "stats"}).head["ok"]

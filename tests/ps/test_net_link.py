@@ -1,0 +1,259 @@
+"""Links to real servers: what is asked is answered in order, through breaks, deaths and silences."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+from counting_server import Counting, Process, free_endpoint, rows_of, serving
+
+from echelon.errors import EchelonError, PeerLost
+from echelon.ps.frame import KINDS, Frame, FrameError
+from echelon.ps.link import Beats, Link
+from echelon.ps.server import Server
+
+
+def push(seq: int, size: int = 100) -> Frame:
+    return Frame({"op": "push", "worker": 0, "seq": seq}, [np.full(size, seq, np.int64)])
+
+
+def test_arrays_of_every_kind_and_shape_come_back_as_they_went():
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 250, (3, 5)).astype(dtype) for dtype in KINDS.values()]
+    arrays += [np.empty((0, 16), np.float32), np.float32([[1, 2], [3, 4]]).T]
+    head = {"op": "echo", "worker": 7, "text": "é\n", "deep": {"a": [1, None, 0.1]}}
+    with serving() as server:
+        link = Link(server.endpoint)
+        answer = link.call(Frame(head, arrays))
+        link.close()
+    assert answer.head == head
+    for got, sent in zip(answer.arrays, arrays, strict=True):
+        assert got.dtype == sent.dtype
+        assert got.flags.aligned
+        np.testing.assert_array_equal(got, sent)
+
+
+def test_many_requests_at_once_are_answered_in_order_and_each_to_its_asker():
+    rng = np.random.default_rng(1)
+    with serving() as server:
+        link = Link(server.endpoint, in_flight=8)
+        sent = [rng.integers(-(2**63), 2**63 - 1, int(size)) for size in rng.integers(0, 9000, 200)]
+        done: list[int] = []
+        futures: list[Future[Frame]] = []
+        for at, ids in enumerate(sent):
+            futures.append(link.send(Frame({"op": "pull", "worker": 0}, [ids])))
+            futures[-1].add_done_callback(lambda _, at=at: done.append(at))
+            assert link.waits_for() <= 8
+        for ids, future in zip(sent, futures, strict=True):
+            np.testing.assert_array_equal(future.result().arrays[0], rows_of(ids))
+        assert done == list(range(200))
+        link.close()
+
+
+def test_several_threads_share_a_link():
+    wrong = []
+
+    def ask(link: Link, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(50):
+            ids = rng.integers(0, 2**40, int(rng.integers(1, 500)))
+            if not np.array_equal(link.call(Frame({"op": "pull", "worker": 0}, [ids])).arrays[0], rows_of(ids)):
+                wrong.append(seed)
+
+    with serving() as server:
+        link = Link(server.endpoint)
+        threads = [threading.Thread(target=ask, args=(link, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        link.close()
+    assert not wrong
+
+
+def test_a_server_error_is_raised_by_the_asker_alone_and_the_link_goes_on():
+    with serving() as server:
+        link = Link(server.endpoint)
+        before = link.send(push(0))
+        failed = link.send(Frame({"op": "fail", "worker": 0}))
+        after = link.send(push(1))
+        assert before.result().head["total"] == 0
+        assert after.result().head["total"] == 100
+        with pytest.raises(EchelonError, match=r"^the server failed with ZeroDivisionError: a mistake of ours$"):
+            failed.result()
+        assert link.reconnects == 0
+        link.close()
+
+
+def test_a_frame_over_the_limits_is_refused_where_it_was_made():
+    link = Link("127.0.0.1:1")
+    with pytest.raises(FrameError, match="9 arrays"):
+        link.send(Frame({"op": "echo"}, [np.zeros(1, np.float32)] * 9))
+    link.close()
+
+
+def test_a_killed_server_comes_back_and_every_push_counts_once(tmp_path: Path):
+    endpoint, file = free_endpoint(), tmp_path / "sum.json"
+    server = Process(endpoint, file)
+    hellos: list[int] = []
+
+    def hello(call) -> None:
+        hellos.append(call(Frame({"op": "hello", "worker": 0})).head["seq"])
+
+    link = Link(endpoint, hello=hello, timeout=30)
+    futures: list[Future[Frame]] = []
+    killer = threading.Event()
+
+    def kill_sometimes() -> None:
+        nonlocal server
+        for _ in range(3):
+            killer.wait(0.15)
+            server.kill()
+            server = Process(endpoint, file)
+
+    thread = threading.Thread(target=kill_sometimes)
+    thread.start()
+    seq = 0
+    while thread.is_alive() or seq < 300:
+        futures.append(link.send(push(seq, size=20_000)))
+        seq += 1
+    answers = [future.result().head for future in futures]
+    state = link.call(Frame({"op": "state", "worker": 0})).head
+    link.close()
+    server.kill()
+    assert state["order"] == list(range(seq))
+    assert state["total"] == 20_000 * sum(range(seq))
+    assert link.reconnects == len(hellos) >= 3
+    assert hellos == sorted(hellos)
+    # an answer that was lost on the way is given once more, with the same sum or (a repeated push) a later one
+    totals = [answer["total"] for answer in answers]
+    assert totals == sorted(totals)
+    assert all(total == 20_000 * sum(range(at + 1)) or answers[at]["duplicate"] for at, total in enumerate(totals))
+
+
+def test_a_server_that_stays_away_is_named_to_everyone_who_waits():
+    server = Process()
+    link = Link(server.endpoint, timeout=0.6, name="server 1")
+    link.call(push(0))
+    server.kill()
+    waiting = [link.send(push(seq)) for seq in range(1, 4)]
+    for future in waiting:
+        with pytest.raises(PeerLost, match=rf"^server 1 at {server.endpoint} has not answered for 0.6 s \(.*\); start"):
+            future.result()
+    with pytest.raises(PeerLost, match="server 1"):
+        link.send(push(4))
+    link.close()
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path):
+    endpoint = free_endpoint()
+    link = Link(endpoint, timeout=30)
+    futures = [link.send(push(seq)) for seq in range(3)]
+    with serving(endpoint=endpoint, file=tmp_path / "sum.json"):
+        assert [future.result().head["total"] for future in futures] == [0, 100, 300]
+        assert link.reconnects == 0
+        link.close()
+
+
+def test_a_full_link_to_a_lost_server_lets_its_senders_go():
+    link = Link(free_endpoint(), timeout=0.3, in_flight=2)
+    sending = [link.send(push(seq)) for seq in range(2)]
+    with pytest.raises(PeerLost):
+        link.send(push(2))
+    assert all(isinstance(future.exception(), PeerLost) for future in sending)
+    link.close()
+
+
+def test_closing_fails_what_waits_and_leaves_no_thread(tmp_path: Path):
+    threads = threading.active_count()
+    with serving() as server:
+        link = Link(server.endpoint)
+        seen = tmp_path / "seen"
+        waiting = link.send(Frame({"op": "wait", "until": str(tmp_path / "never"), "seen": str(seen)}))
+        behind = link.send(push(0))
+        while not seen.exists() or seen.read_text() != "waits":
+            time.sleep(0.01)
+        link.close()
+        for future in (waiting, behind):
+            with pytest.raises(EchelonError, match=r"^the link to the server at .* is closed$"):
+                future.result(timeout=0)
+        with pytest.raises(EchelonError, match="closed"):
+            link.send(push(1))
+        link.close()
+        other = Link(free_endpoint())  # nobody there: the thread is between two attempts, or in one
+        other.send(push(0))
+        other.close()
+        assert threading.active_count() == threads
+        while seen.read_text() != "True":  # the server's side of it learns that nobody waits any more
+            time.sleep(0.01)
+
+
+def test_a_link_that_was_never_used_costs_nothing():
+    threads = threading.active_count()
+    links = [Link(free_endpoint()) for _ in range(10)]
+    assert threading.active_count() == threads
+    for link in links:
+        link.close()
+
+
+def test_a_server_that_froze_is_given_up_and_taken_again_when_it_thaws():
+    with serving() as server:
+        link = Link(server.endpoint, timeout=60)
+        beats = Beats([server.endpoint], 3, every=0.1, links=[link])
+        link.call(push(0))
+        server.signal(signal.SIGSTOP)
+        waiting = link.send(push(1))
+        while link._away_since is None:  # the link has noticed: what waits will not be answered on this connection
+            time.sleep(0.01)
+        server.signal(signal.SIGCONT)
+        assert waiting.result().head["total"] == 100
+        assert link.reconnects >= 1
+        beats.close()
+        link.close()
+
+
+def test_beats_reach_every_server_and_stop(tmp_path: Path):
+    heard: dict[int, list[dict]] = {0: [], 1: []}
+    servers = []
+    for at in heard:
+        server = Server("127.0.0.1:0", lambda frame, _, at=at: (heard[at].append(frame.head), Frame({"ok": True}))[1])
+        servers.append(server)
+    threads = threading.active_count()
+    beats = Beats([servers[0].endpoint, free_endpoint(), servers[1].endpoint], 5, every=0.05)
+    while min(len(heads) for heads in heard.values()) < 3:
+        time.sleep(0.01)
+    beats.close()
+    counts = [len(heads) for heads in heard.values()]
+    assert all(head == {"op": "beat", "worker": 5} for heads in heard.values() for head in heads)
+    assert all(server.close() for server in servers)
+    assert [len(heads) for heads in heard.values()] == counts
+    assert threading.active_count() <= threads
+
+
+def test_a_client_that_does_not_take_its_answers_holds_up_nobody():
+    from echelon.ps.connection import Connection
+    from echelon.ps.security import OPEN
+    from echelon.ps.wire import to_batch
+
+    server = Server("127.0.0.1:0", Counting().handle)
+    lazy = Connection(server.endpoint, OPEN)
+    lazy.open()
+    ids = np.arange(100_000)
+    for _ in range(6):  # 6.4 MB each, never read
+        lazy.write(to_batch(Frame({"op": "pull", "worker": 1}, [ids])))
+    link = Link(server.endpoint)
+    for _ in range(20):
+        np.testing.assert_array_equal(
+            link.call(Frame({"op": "pull", "worker": 0}, [ids[:50]])).arrays[0], rows_of(ids[:50])
+        )
+    assert server.streams == 2
+    lazy.close()
+    link.close()
+    gc.collect()
+    assert server.close(patience=10)

@@ -1,0 +1,123 @@
+"""Who gets in: tokens, TLS and certificates, against real servers; the others get one line at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import certificates
+import numpy as np
+import pytest
+from counting_server import Counting, rows_of
+
+from echelon.errors import EchelonError, UsageError
+from echelon.ps.frame import Frame
+from echelon.ps.link import Beats, Link
+from echelon.ps.security import OPEN, Security, is_loopback
+from echelon.ps.server import Server
+
+IDS = np.array([1, 5, 1008, 77], np.int64)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificates.write(tmp_path_factory.mktemp("pem"))
+
+
+def settings(pem: Path, **names: str) -> Security:
+    return Security(**{name: value if name == "token" else pem / value for name, value in names.items()})
+
+
+MEMBER = {"certificate": "member.pem", "key": "member.key"}
+OUTSIDER = {"certificate": "outsider.pem", "key": "outsider.key"}
+TRUSTS = {"authority": "authority.pem"}
+MUTUAL = {**MEMBER, "client_authority": "authority.pem"}
+
+WELCOME = {
+    "a token": ({"token": "a"}, {"token": "a"}),
+    "a token that nobody asks for": ({}, {"token": "a"}),
+    "TLS": (MEMBER, TRUSTS),
+    "TLS and a token": ({**MEMBER, "token": "a"}, {**TRUSTS, "token": "a"}),
+    "both with certificates": (MUTUAL, {**MEMBER, **TRUSTS}),
+    "both with certificates and a token": ({**MUTUAL, "token": "a"}, {**MEMBER, **TRUSTS, "token": "a"}),
+}
+REFUSED = {
+    "another token": ({"token": "a"}, {"token": "b"}, "does not take this process's token; set ECHELON_PS_TOKEN"),
+    "no token": ({"token": "a"}, {}, "does not take this process's token; set ECHELON_PS_TOKEN"),
+    "no token but TLS": ({**MEMBER, "token": "a"}, TRUSTS, "does not take this process's token"),
+    "a stranger's authority": (MEMBER, {"authority": "stranger.pem"}, r"stranger.pem has not signed \(.*\); set "),
+    "no TLS": (MEMBER, {}, "speaks TLS; set ECHELON_PS_CA"),
+    "TLS where there is none": ({}, TRUSTS, "does not speak TLS"),
+    "no certificate": (MUTUAL, TRUSTS, "lets in only clients whose certificate it trusts"),
+    "an outsider's certificate": (MUTUAL, {**OUTSIDER, **TRUSTS}, "lets in only clients whose certificate it trusts"),
+    "a token but no certificate": ({**MUTUAL, "token": "a"}, {**TRUSTS, "token": "a"}, "lets in only clients"),
+}
+
+
+@pytest.mark.parametrize("case", WELCOME)
+def test_whoever_belongs_to_the_job_gets_in(case: str, pem: Path):
+    theirs, ours = (settings(pem, **names) for names in WELCOME[case])
+    server = Server("127.0.0.1:0", Counting().handle, theirs)
+    link = Link(server.endpoint, security=ours)
+    np.testing.assert_array_equal(link.call(Frame({"op": "pull"}, [IDS])).arrays[0], rows_of(IDS))
+    link.close()
+    assert server.close(patience=10)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_whoever_does_not_is_told_why_in_one_line_without_waiting(case: str, pem: Path):
+    theirs, ours, line = REFUSED[case]
+    calls = []
+    server = Server("127.0.0.1:0", lambda frame, gone: calls.append(frame) or Frame({}), settings(pem, **theirs))
+    link = Link(server.endpoint, security=settings(pem, **ours), timeout=10_000, name="server 3")
+    with pytest.raises(EchelonError, match=rf"^server 3 at {server.endpoint} .*{line}") as caught:
+        link.call(Frame({"op": "pull"}, [IDS]))
+    assert "\n" not in str(caught.value)
+    beats = Beats([server.endpoint], 0, settings(pem, **ours), every=0.01)
+    beats.close()
+    link.close()
+    assert not calls
+    assert server.close(patience=10)
+
+
+def test_a_server_for_the_network_must_know_who_calls(pem: Path):
+    for host in ("0.0.0.0", "10.1.2.3", "[::]", "some.host"):
+        for weak in (OPEN, settings(pem, **MEMBER)):
+            with pytest.raises(UsageError, match=r"^a server on .* asks nobody who they are; set ECHELON_PS_TOKEN"):
+                Server(f"{host}:0", Counting().handle, weak)
+    for strong in ({"token": "a"}, MUTUAL):
+        server = Server("0.0.0.0:0", Counting().handle, settings(pem, **strong))
+        assert server.close()
+    assert all(is_loopback(host) for host in ("localhost", "127.0.0.1", "127.9.9.9", "[::1]"))
+
+
+def test_settings_come_from_the_environment(tmp_path: Path, pem: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("from a file\n")
+    names = {"ECHELON_PS_CERT": "member.pem", "ECHELON_PS_KEY": "member.key", "ECHELON_PS_CA": "authority.pem"}
+    env = {name: str(pem / file) for name, file in names.items()} | {"ECHELON_PS_TOKEN_FILE": str(secret)}
+    assert Security.from_environment(env) == settings(pem, token="from a file", **MEMBER, **TRUSTS)
+    assert Security.from_environment({**env, "ECHELON_PS_TOKEN": "nearer"}).token == "nearer"
+    assert Security.from_environment({**env, "ECHELON_PS_TOKEN": "nearer"}, token="given").token == "given"
+    assert Security.from_environment({}) == OPEN
+
+
+def test_mistakes_in_settings_are_one_line(tmp_path: Path, pem: Path):
+    wrong = {
+        "set both": {"ECHELON_PS_CERT": "x"},
+        "has none itself": {"ECHELON_PS_CLIENT_CA": "x"},
+        "printable": {"ECHELON_PS_TOKEN": "a\nb"},
+        "cannot be read": {"ECHELON_PS_TOKEN_FILE": str(tmp_path / "none")},
+    }
+    for line, env in wrong.items():
+        with pytest.raises(UsageError, match=line):
+            Security.from_environment(env)
+    missing = Security(certificate=tmp_path / "none", key=tmp_path / "none")
+    with pytest.raises(UsageError, match=r"^'.*none' cannot be read"):
+        Server("127.0.0.1:0", Counting().handle, missing)
+    (tmp_path / "bad").write_text("no certificate")
+    with pytest.raises(UsageError, match="cannot listen"):
+        Server("127.0.0.1:0", Counting().handle, Security(certificate=tmp_path / "bad", key=tmp_path / "bad"))
+
+
+def test_a_token_does_not_show():
+    assert "secret" not in repr(Security(token="secret"))

@@ -1,0 +1,210 @@
+"""Whole servers with real links: they restore after kill -9, end with the workers, and name who is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from counting_server import free_endpoint
+from serving_process import ServerProcess
+
+from echelon.errors import EchelonError, PeerLost
+from echelon.ps.frame import Frame
+from echelon.ps.link import Beats, Link
+from echelon.ps.peers import Peers
+from echelon.ps.rules import Sgd
+from echelon.ps.security import OPEN, Security
+from echelon.ps.server import Server
+from echelon.ps.spec import BUCKETS, JobSpec, Keeping, TableSpec
+
+DIM, RATE = 4, 0.5
+IDS = np.array([-5, 0, 7, 2**63 - 1, -(2**63), 123456789012], np.int64)
+
+
+def job_of(servers: int, trainers: int = 1, mode: str = "async", **keeping: object) -> JobSpec:
+    table = TableSpec(name="t", dim=DIM, seed=3, rule=Sgd(lr=RATE))
+    return JobSpec(
+        session="s1", mode=mode, trainers=trainers, servers=servers, tables=(table,), keeping=Keeping(**keeping)
+    )
+
+
+def hello_again(job: JobSpec, worker: int) -> Callable:
+    """What a worker says to a server that came back: the job, if it does not know it."""
+
+    def hello(call: Callable[[Frame], Frame]) -> None:
+        if not call(Frame({"op": "hello", "worker": worker, "session": job.session})).head["opened"]:
+            call(Frame({"op": "open", "worker": worker, "job": job.to_json()}))
+
+    return hello
+
+
+def open_job(link: Link, job: JobSpec, worker: int = 0) -> None:
+    link.call(Frame({"op": "open", "worker": worker, "job": job.to_json()}))
+    link.call(Frame({"op": "begin", "worker": worker}))
+
+
+def pull(link: Link, ids: np.ndarray, step: int = 0, worker: int = 0) -> np.ndarray:
+    head = {"op": "pull", "worker": worker, "step": step, "tables": {"t": len(ids)}, "dense": False, "commit": None}
+    return link.call(Frame({**head, "peek": True, "state": False}, [ids])).arrays[0].reshape(-1, DIM)
+
+
+def push(link: Link, ids: np.ndarray, grads: np.ndarray, seq: int, worker: int = 0) -> dict:
+    head = {"op": "push", "worker": worker, "seq": seq, "weight": 1.0, "version": seq, "tables": {"t": len(ids)}}
+    head |= {"lrs": {}, "groups": [], "dense": False, "values": False, "commit": True, "kind": "gradient"}
+    return link.call(Frame({**head, "has": ["ids", "rows"]}, [ids, grads.reshape(-1)])).head
+
+
+def argv(endpoints: list[str], index: int, state: Path | None = None, trainers: int = 1, join: float = 60) -> list[str]:
+    kept = ["--state", str(state)] if state else []
+    return [
+        *("--pservers", ",".join(endpoints), "--endpoint", endpoints[index]),
+        *("--trainers", str(trainers), "--join-timeout", str(join), *kept),
+    ]
+
+
+def test_a_server_killed_again_and_again_goes_on_from_every_push_it_answered(tmp_path: Path):
+    endpoint, job, state = free_endpoint(), job_of(1), tmp_path / "state"
+    command = argv([endpoint], 0, state)
+    server = ServerProcess(command, tmp_path / "log")
+    link = Link(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
+    open_job(link, job)
+    expected = pull(link, IDS).copy()
+    rng = np.random.default_rng(0)
+    for seq in range(12):
+        if seq in (3, 7):
+            server.kill()
+            server = ServerProcess(command, tmp_path / "log")
+        grads = rng.standard_normal((len(IDS), DIM)).astype(np.float32)
+        assert push(link, IDS, grads, seq)["duplicate"] is False
+        expected = expected - np.float32(RATE) * grads
+    np.testing.assert_array_equal(pull(link, IDS), expected)
+    assert link.reconnects == 2
+    assert any(state.rglob("*.seg"))
+    link.call(Frame({"op": "leave", "worker": 0}))
+    link.close()
+    assert server.wait() == 0
+    assert server.lines() == [f"echelon: server 0 of 1 is ready at {endpoint}"] * 3
+    assert not any(path.is_file() for path in state.rglob("*"))  # the job is done: nobody comes back for it
+
+
+def test_two_servers_mirror_each_other_and_a_lost_disk_is_read_back_from_the_neighbour(tmp_path: Path):
+    endpoints = [free_endpoint(), free_endpoint()]
+    job, states = job_of(2, replica=True), [tmp_path / "a", tmp_path / "b"]
+    start = [
+        lambda at=at: ServerProcess(argv(endpoints, at, states[at]), tmp_path / f"log{at}", ECHELON_PS_TOKEN="secret")
+        for at in range(2)
+    ]
+    servers = [begin() for begin in start]
+    safe = Security(token="secret")
+    links = [Link(e, hello=hello_again(job, 0), security=safe, timeout=60) for e in endpoints]
+    for link in links:
+        open_job(link, job)
+    from echelon.ps.hashing import bucket_of, owner_of
+
+    owners = np.array([owner_of(int(bucket), BUCKETS, 2) for bucket in bucket_of(IDS, BUCKETS)])
+    shares = [IDS[owners == at] for at in range(2)]
+    expected = [pull(link, ids).copy() for link, ids in zip(links, shares, strict=True)]
+    rng = np.random.default_rng(1)
+    for seq in range(6):
+        if seq == 4:
+            servers[1].kill()
+            for path in sorted(states[1].rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            servers[1] = start[1]()
+        for at, link in enumerate(links):
+            grads = rng.standard_normal((len(shares[at]), DIM)).astype(np.float32)
+            assert push(link, shares[at], grads, seq)["duplicate"] is False
+            expected[at] = expected[at] - np.float32(RATE) * grads
+    for at, link in enumerate(links):
+        np.testing.assert_array_equal(pull(link, shares[at]), expected[at])
+        link.call(Frame({"op": "leave", "worker": 0}))
+    for link in links:
+        link.close()
+    assert [server.wait() for server in servers] == [0, 0]
+
+
+def test_workers_that_never_come_are_named(tmp_path: Path):
+    endpoint = free_endpoint()
+    alone = ServerProcess(argv([endpoint], 0, trainers=3, join=0.3), tmp_path / "alone")
+    assert alone.wait() == 1
+    line = "echelon: server 0 has waited 0.3 s and no worker has opened a job; start the 3 workers"
+    assert alone.lines()[1:] == [line]
+
+    some = ServerProcess(argv([endpoint], 0, trainers=3, join=1.5), tmp_path / "some")
+    link = Link(endpoint)
+    open_job(link, job_of(1, trainers=3), worker=1)
+    assert some.wait() == 1
+    link.close()
+    line = "echelon: server 0 has waited 1.5 s for workers 0, 2; start them, or fewer with trainers="
+    assert some.lines()[1:] == [line]
+
+
+def test_beats_keep_a_server_that_nobody_asks_anything_and_silence_ends_it(tmp_path: Path):
+    endpoint = free_endpoint()
+    table = TableSpec(name="t", dim=DIM, rule=Sgd())
+    job = JobSpec(session="s", mode="async", trainers=1, servers=1, tables=(table,), patience=0.2)
+    server = ServerProcess(argv([endpoint], 0, join=1.0), tmp_path / "log")
+    link = Link(endpoint)
+    open_job(link, job)
+    beats = Beats([endpoint], 0, every=0.1)
+    time.sleep(1.5)  # longer than the silence that ends it
+    assert pull(link, IDS).shape == (len(IDS), DIM)
+    beats.close()
+    link.close()
+    assert server.wait() == 1
+    assert "has heard nothing of worker 0 for 1 s" in server.lines()[-1]
+
+
+def test_a_server_that_is_told_to_end_keeps_its_state(tmp_path: Path):
+    endpoint, state, job = free_endpoint(), tmp_path / "state", job_of(1)
+    server = ServerProcess(argv([endpoint], 0, state), tmp_path / "log")
+    link = Link(endpoint, hello=hello_again(job, 0), timeout=30)
+    open_job(link, job)
+    grads = np.ones((len(IDS), DIM), np.float32)
+    first = pull(link, IDS).copy()
+    push(link, IDS, grads, 0)
+    assert server.terminate() == 128 + 15
+    server = ServerProcess(argv([endpoint], 0, state), tmp_path / "log")
+    np.testing.assert_array_equal(pull(link, IDS), first - np.float32(RATE))
+    link.close()
+    server.kill()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--pservers", "0.0.0.0:7", "--endpoint", "0.0.0.0:7"], "asks nobody who they are; set ECHELON_PS_TOKEN"),
+        (["--pservers", "127.0.0.1:7", "--endpoint", "127.0.0.1:8"], "not among the servers"),
+        (["--pservers", "127.0.0.1"], "HOST:PORT"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(given: list[str], line: str, capsys: pytest.CaptureFixture[str]):
+    from echelon.ps.serve import main
+
+    assert main([*given, "--trainers", "1"]) == 2
+    printed = capsys.readouterr().err
+    assert line in printed
+    assert printed.startswith("echelon: ")
+    assert printed.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_line():
+    first = Server("127.0.0.1:0", lambda frame, gone: Frame({}))
+    with pytest.raises(EchelonError, match=r"^cannot listen on 127.0.0.1:\d+ \(.*\); use a free port of this host$"):
+        Server(first.endpoint, lambda frame, gone: Frame({}))
+    assert first.close()
+
+
+def test_servers_ask_each_other_and_do_without_one_that_is_gone():
+    server = Server("127.0.0.1:0", lambda frame, gone: Frame({"ok": True, "twice": 2 * frame.head["n"]}))
+    peers = Peers([server.endpoint, free_endpoint()], OPEN, patience=0.3)
+    assert [peers.ask(0, Frame({"op": "x", "n": n})).head["twice"] for n in range(3)] == [0, 2, 4]
+    for _ in range(2):  # lost once is not lost for ever
+        with pytest.raises(PeerLost, match=r"^server 1 at .* has not answered for 0.3 s"):
+            peers.ask(1, Frame({"op": "x", "n": 1}))
+    assert peers.ask(0, Frame({"op": "x", "n": 9})).head["twice"] == 18
+    peers.close()
+    assert server.close()
