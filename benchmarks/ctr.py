@@ -101,7 +101,7 @@ def ours(name: str, mode: str, servers: int, given: argparse.Namespace, *more: s
     def start(folder: Path) -> str:
         launcher = [sys.executable, "-m", "echelon", "run", "--servers", str(servers), "--workers", str(WORKERS)]
         amount = ["--steps", str(given.steps), "--warmup", str(given.warmup)]
-        worker = [str(HERE / "ctr_worker.py"), "--mode", mode, *amount, *more]
+        worker = [str(HERE / "ctr_worker.py"), "--mode", mode, "--meet", str(folder), *amount, *more]
         printed = execute([*launcher, "--max-restarts", "0", "--log-dir", str(folder / "log"), *worker], cwd=folder)
         return printed + "".join(log.read_text(errors="replace") for log in sorted(folder.glob("log/**/*.log")))
 
@@ -199,6 +199,7 @@ def summary(one: Contender, everyone: dict[str, Contender]) -> dict[str, Any]:
         "loss_first": last.mean("loss_first"),
         "loss_last": round(statistics.median(losses), 4) if losses else None,
         "cpu_ms_step": last.mean("cpu_ms_step") or last.mean("cpu_ms_step_all"),
+        "servers_cpu_ms_step": last.mean("servers_cpu_ms_step"),
         **trips,
     }
 
@@ -251,7 +252,8 @@ def main() -> None:
     for turn in range(given.rounds):
         for contender in everyone.values():
             if run := contender.turn():
-                told = f"{run.ex_s:10.0f} ex/s, loss {run.mean('loss_last')}, {run.wall_s} s"
+                cpu = f"cpu {run.mean('cpu_ms_step')} + {run.mean('servers_cpu_ms_step')} ms"
+                told = f"{run.ex_s:10.0f} ex/s, loss {run.mean('loss_last')}, {cpu}, {run.wall_s} s"
                 print(f"round {turn} {contender.name:26} {told}", flush=True)
     rows = [summary(contender, everyone) for contender in everyone.values()]
     show(rows)

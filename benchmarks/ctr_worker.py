@@ -9,12 +9,15 @@ With ``--files PATTERN`` the batches come from Criteo files through ``CtrFiles``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import resource
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,6 +125,26 @@ def endless(loader: Any) -> Iterator[list[Tensor]]:
         yield from loader
 
 
+def servers_cpu() -> float:
+    """Processor seconds of this job's servers so far: they have the same parent as this worker. Linux only."""
+    seconds = 0.0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == os.getppid() and b"echelon.launch.server" in (process / "cmdline").read_bytes():
+                seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def meet(folder: Path | None, worker: int, workers: int) -> None:
+    """Wait until all workers are here: data takes different times to make, and asynchronous workers have no barrier."""
+    if folder is None:
+        return
+    (folder / f"worker-{worker}").touch()
+    while len(list(folder.glob("worker-*"))) < workers:
+        time.sleep(0.01)
+
+
 def train(given: argparse.Namespace) -> dict[str, Any]:
     import echelon
     import echelon.nn
@@ -129,7 +152,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     trips = RoundTrips()
     trips.watch()
-    world = echelon.init()
+    echelon.init()
     torch.manual_seed(0)
     model = Model()
     engine = echelon.distribute(
@@ -139,17 +162,20 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         strategy=echelon.Strategy(ps=echelon.ParameterServer(mode=given.mode, journal=given.journal)),
     )
     loader = engine.loader(_data(given), batch_size=BATCH, shuffle=False)
-    echelon.barrier()  # tables and data take workers different times to make
+    meet(given.meet, echelon.worker_index(), echelon.worker_num())
     watch = Stopwatch(given.warmup)
-    for _, batch in zip(range(given.warmup + given.steps), endless(loader), strict=False):
+    for step, batch in zip(range(given.warmup + given.steps), endless(loader), strict=False):
+        if step == given.warmup:
+            served = servers_cpu()
         watch.step(engine.step(*batch))
+    served = (servers_cpu() - served) / given.steps / echelon.worker_num()
     results = {
         "contender": given.mode,
         "worker": echelon.worker_index(),
         **watch.results(),
+        "servers_cpu_ms_step": round(1e3 * served, 2),
         **trips.results(given.warmup),
     }
-    del world
     engine.close()
     return results
 
@@ -168,6 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--files")
+    parser.add_argument("--meet", type=Path, help="an empty folder in which workers wait for each other")
     parser.add_argument("--journal", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     if given.mode != "bound":

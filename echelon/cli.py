@@ -111,13 +111,15 @@ def serve(
     tls_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
     tls_ca: Annotated[str | None, typer.Option(help="Who has signed the other servers' certificates.")] = None,
     client_ca: Annotated[str | None, typer.Option(help="Who must have signed the certificates of callers.")] = None,
+    read_only: Annotated[
+        str | None, typer.Option(metavar="CHECKPOINT", help="Answer readers with its rows; take no updates.")
+    ] = None,
 ) -> None:
     """Be a parameter server, started by hand; ends when the workers are done."""
     from echelon.ps.command import serve_by_hand
 
     files = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca, "client_ca": client_ca}
-    code = serve_by_hand(endpoint, pservers, trainers, state, join_timeout, token, files)
-    raise typer.Exit(code)
+    serve_by_hand(endpoint, pservers, trainers, state, join_timeout, token, files, read_only)
 
 
 @app.command()

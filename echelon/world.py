@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -95,14 +96,21 @@ def init(
         join_timeout=None if PS_JOIN_TIMEOUT in os.environ else timeout,
     )
     if part.is_server:
-        from echelon.ps.serve import serve
-
-        raise SystemExit(serve(part))
+        _serve(part)
     place = _place_of(part)
     world = World(place, _choose_device(place, device), "none", seed, timeout, None, part)
     _world = _joined(world, backend) if part.role == "alone" and world.size > 1 else world
     seed_everything(seed)
     return _world
+
+
+def _serve(role: Role) -> NoReturn:
+    """Be a server until the workers are done; then the script ends, too."""
+    from echelon.ps.serve import end, serve
+
+    if code := serve(role):
+        end(code)  # by a signal, and as one would end it
+    raise SystemExit(0)
 
 
 def bind(backend: str | None = None) -> World:

@@ -19,10 +19,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon
-from echelon.data import CtrFiles
+from echelon.data import CtrFiles, Loader
 from echelon.nn import SparseEmbedding
 from echelon.ps.rules import Adagrad, Ftrl
 
+COLUMNS = [
+    "age",
+    "workclass",
+    "fnlwgt",
+    "education",
+    "education_num",
+    "marital_status",
+    "occupation",
+    "relationship",
+    "race",
+    "sex",
+    "capital_gain",
+    "capital_loss",
+    "hours_per_week",
+    "native_country",
+    "label",
+]
 NUMBERS = ["age", "education_num", "capital_gain", "capital_loss", "hours_per_week"]
 WORDS = ["workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country"]
 
@@ -52,8 +69,14 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
 def people(kind: str) -> CtrFiles:
     real = Path(os.environ.get("ADULT", "missing")) / f"adult-{kind}.csv.gz"
-    path = real if real.exists() else made_up(kind)
-    return CtrFiles(str(path), format="csv", label="label", numeric=NUMBERS, categorical=WORDS)
+    return CtrFiles(
+        str(real if real.exists() else made_up(kind)),
+        format="csv",
+        names=COLUMNS,
+        positive=(">50K", ">50K."),
+        numeric=NUMBERS,
+        categorical=WORDS,
+    )
 
 
 def main() -> None:
@@ -79,7 +102,7 @@ def main() -> None:
     engine.synchronize()
     model.eval()
     with torch.no_grad():
-        judged = [(model(ids, numbers), labels) for ids, numbers, labels in engine.loader(people("test"), batch_size=4096)]
+        judged = [(model(ids, numbers), labels) for ids, numbers, labels in Loader(people("test"), batch_size=4096)]
     scores, labels = (torch.cat(parts) for parts in zip(*judged, strict=True))
     if echelon.is_first_worker():
         print(f"{asked.mode}: AUC {auc(scores, labels):.4f} on {len(labels):,} people")
@@ -92,13 +115,16 @@ def made_up(kind: str) -> Path:
     random = np.random.default_rng(len(kind))
     rows = 12000 if kind == "train" else 4000
     words = random.integers(0, 12, (rows, len(WORDS)))
-    numbers = random.normal(size=(rows, len(NUMBERS)))
+    numbers = random.random((rows, len(NUMBERS))) * 10
     hidden = np.random.default_rng(7).normal(size=(len(WORDS), 12))
-    score = hidden[np.arange(len(WORDS)), words].sum(1) + numbers @ np.linspace(-1, 1, len(NUMBERS))
-    labels = (score + random.normal(size=rows) > 1.0).astype(int)
-    lines = [",".join([*NUMBERS, *WORDS, "label"])]
-    for label, word, number in zip(labels, words, numbers, strict=True):
-        lines.append(",".join([*(f"{n:.4f}" for n in number), *(f"w{w}" for w in word), str(label)]))
+    score = hidden[np.arange(len(WORDS)), words].sum(1) + np.log1p(numbers) @ np.linspace(-1, 1, len(NUMBERS))
+    rich = score + random.normal(size=rows) > 1.0
+    lines = []
+    for own, word, number in zip(rich, words, numbers, strict=True):
+        row = dict(zip(NUMBERS, (f"{n:.3f}" for n in number), strict=True)) | dict(
+            zip(WORDS, (f"w{w}" for w in word), strict=True)
+        )
+        lines.append(",".join([*(row.get(column, "0") for column in COLUMNS[:-1]), ">50K" if own else "<=50K"]))
     path.write_text("\n".join(lines) + "\n")
     return path
 

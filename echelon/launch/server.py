@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from echelon.ps.role import find_role
-from echelon.ps.serve import serve
+from echelon.ps.serve import end, serve
 
 if __name__ == "__main__":
     logging.basicConfig(format="echelon: %(message)s")
-    raise SystemExit(serve(find_role()))
+    end(serve(find_role()))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from echelon.environment import PADDLE_SERVERS
-from echelon.errors import UsageError
+from echelon.errors import PeerLost, UsageError
+from echelon.ps.read_only import serve_checkpoint
 from echelon.ps.role import find_role
 from echelon.ps.security import AUTHORITY, CERTIFICATE, CLIENT_AUTHORITY, KEY, Security
-from echelon.ps.serve import serve
+from echelon.ps.serve import end, serve
 
 #: What each option stands for.
 VARIABLES = {"tls_cert": CERTIFICATE, "tls_key": KEY, "tls_ca": AUTHORITY, "client_ca": CLIENT_AUTHORITY}
@@ -24,8 +27,9 @@ def serve_by_hand(
     join_timeout: float | None,
     token: str | None,
     files: Mapping[str, str | None],
-) -> int:
-    """Be the server at ``endpoint``; what is not given is as the environment says. The exit code."""
+    read_only: str | None,
+) -> NoReturn:
+    """Be the server at ``endpoint``; what is not given is as the environment says."""
     named = {VARIABLES[option]: file for option, file in files.items() if file is not None}
     security = Security.from_environment({**os.environ, **named}, token=token)
     listed = pservers or next((os.environ[name] for name in PADDLE_SERVERS if os.environ.get(name)), endpoint)
@@ -39,4 +43,12 @@ def serve_by_hand(
         join_timeout=join_timeout,
         token=security.token,
     )
-    return serve(role, state=None if state is None else Path(state), security=security)
+    try:
+        if read_only is not None:
+            code = serve_checkpoint(role, Path(read_only), security)
+        else:
+            code = serve(role, state=None if state is None else Path(state), security=security)
+    except PeerLost as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        code = 1
+    end(code)

@@ -83,7 +83,7 @@ def one_line(error: BaseException) -> str:
     return text.split(". gRPC client debug context")[0].split(". Detail: ")[0].split("with message: ")[-1][:500]
 
 
-def refusal(error: BaseException, endpoint: str, security: Security) -> str | None:
+def refusal(error: BaseException, security: Security) -> str | None:
     """What a server's refusal says, if a second try would be refused, too; None for anything that may pass."""
     if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
         return f"does not take this process's token; set {PS_TOKEN} to the same value on workers and servers"
@@ -92,19 +92,17 @@ def refusal(error: BaseException, endpoint: str, security: Security) -> str | No
         return f"does not speak TLS, as {AUTHORITY} asks for; give the server {CERTIFICATE} and {KEY}, or unset it here"
     if "certificate verify failed" in text:
         why = text.rpartition("certificate verify failed: ")[2].split(". gRPC")[0]
-        return (
-            f"has a certificate that {security.authority} has not signed ({why}); set {AUTHORITY} to the right one"
-        )
-    if "Socket closed" in text or "Connection reset" in text:
-        return _turned_away(endpoint, security)
+        return f"has a certificate that {security.authority} has not signed ({why}); set {AUTHORITY} to the right one"
     return None
 
 
-def _turned_away(endpoint: str, security: Security) -> str | None:
+def turned_away(error: BaseException, endpoint: str, security: Security) -> str | None:
     """Whether a server that just hangs up does so for want of TLS or of a certificate: ask it in TLS.
 
     Twice, because one that is killed hangs up, too, but does not take the second call.
     """
+    if "Socket closed" not in str(error) and "Connection reset" not in str(error):
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -122,10 +120,10 @@ def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:
     """None: no TLS there. Else "heard" if the server has something to say after the handshake, "" if it hangs up."""
     host, port = split_endpoint(endpoint)
     try:
-        with (
-            socket.create_connection((host.strip("[]"), port), timeout=1.0) as plain,
-            context.wrap_socket(plain) as secure,
-        ):
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with context.wrap_socket(socket.socket(family, kind, protocol)) as secure:
+            secure.settimeout(1.0)
+            secure.connect(address)
             try:
                 return "heard" if secure.recv(1) else ""
             except OSError:  # an alert, or a reset: the server has judged our certificate

@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import CheckpointError, EchelonError, UsageError, nearest
+from echelon.errors import CheckpointError, EchelonError, PeerLost, UsageError, nearest
 from echelon.ps.export import Exported, chained, write_table
 from echelon.ps.frame import Frame
 from echelon.ps.hashing import stable_hash
 from echelon.ps.journal import Segment, segments
 from echelon.ps.mirror import Mirrors, Replica
 from echelon.ps.record import encode
-from echelon.ps.restore import MANIFEST, Manifest, Part, Restorable, restore
+from echelon.ps.restore import Manifest, Part, Restorable, restore
 from echelon.ps.saved import Saved, check, fill, save_part
 from echelon.ps.snapshot import write
 from echelon.ps.spec import Keeping
@@ -117,6 +117,8 @@ class Keeper:
 
     def append(self, frame: Frame) -> None:
         """Write a change before it is applied. The caller holds the shard's lock."""
+        if self._closed:
+            raise PeerLost(f"server {self._shard.server} is going; what it was sent is not written down")
         if self._segment is None:
             return
         offset, buffers = self._segment.size, encode(self._shard.lsn + 1, frame)
@@ -132,11 +134,11 @@ class Keeper:
 
     # ---- snapshots ----
 
-    def snapshot(self, base: bool = False) -> int:
-        """Take one now: a delta where that will do, else a base. Returns its number."""
+    def snapshot(self, base: bool | None = None) -> int:
+        """Take one now, a base or a delta (None: as it seems best); a base where there is none. Returns its number."""
         with self._one_at_a_time:
-            base = base or self._rebase or self._too_many_deltas()
-            earlier = self._manifest.chain if self._manifest is not None and not base else ()
+            base = self._too_many_deltas() if base is None else base
+            earlier = self._manifest.chain if self._manifest is not None and not (base or self._rebase) else ()
             number = self._manifest.number + 1 if self._manifest is not None else 1
             with self._held() as shard:
                 lsn, facts, segment = shard.lsn, list(shard.facts()), self._rotate()
@@ -188,17 +190,16 @@ class Keeper:
         return len(deltas) >= MAX_DELTAS or sum(part.bytes for part in deltas) > base.bytes
 
     def _sweep(self) -> None:
-        """Remove what the manifest no longer needs, and what interrupted writes left."""
-        if self._manifest is None:
-            keep, first = set(), self._next_segment
-        else:
-            keep, first = {MANIFEST, *(part.file for part in self._manifest.chain)}, self._manifest.segment
+        """Remove what the manifest no longer needs, and what interrupted writes left. Other files are not ours."""
+        manifest = self._manifest
+        keep = {part.file for part in manifest.chain} if manifest is not None else set()
+        for pattern in ("snapshot-*.rec", ".*.writing"):
+            for path in self._directory.glob(pattern):
+                if path.name not in keep:
+                    path.unlink()
+        current = self._segment.number if self._segment is not None else None
         for number, path in segments(self._directory).items():
-            old = number != first if self._manifest is not None and self._manifest.bridge else number < first
-            if old and (self._segment is None or number != self._segment.number):
-                path.unlink()
-        for path in self._directory.iterdir():
-            if path.is_file() and path.suffix != ".seg" and path.name not in keep:
+            if number != current and not (manifest is not None and manifest.needs(number)):
                 path.unlink()
 
     def _watch(self) -> None:
@@ -248,7 +249,6 @@ class Keeper:
             check(self._shard, saved)
             saved.verify()
             with self._held() as shard:
-                shard.forget()
                 fill(shard, saved)
             self.snapshot(base=True)
             return saved.step
@@ -262,7 +262,8 @@ class Keeper:
             raise UsageError(f"no table '{table}' to export{nearest(table, self._shard.tables)}")
         with ExitStack() as stack:
             with self._one_at_a_time:
-                number = self.snapshot()
+                # a base costs what writing the table costs, and later deltas can then be told apart from it
+                number = self.snapshot(base=since is None)
                 assert self._manifest is not None
                 # a file that is open stays readable when a later snapshot removes it
                 chain = self._manifest.opened(self._directory, stack, since)

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from echelon.errors import EchelonError, PeerLost
-from echelon.ps.connection import Broken, Connection, one_line, refusal
+from echelon.ps.connection import Broken, Connection, one_line, refusal, turned_away
 from echelon.ps.frame import Frame
 from echelon.ps.security import OPEN, Security
 from echelon.ps.wire import to_batch
@@ -86,6 +86,7 @@ class Link:
         self._live = False  # requests go out as they come; else the thread sends those that wait
         self._over: EchelonError | None = None
         self._away_since: float | None = None
+        self._acquainted = False  # the server has answered something: one that comes back must know us
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
@@ -105,8 +106,10 @@ class Link:
                 self._start()
                 self._state.notify_all()
             if live is not None:
-                with contextlib.suppress(pa.ArrowException, OSError):  # the thread sees the break, too, and mends it
+                try:
                     live.write(waiting.batch)
+                except (pa.ArrowException, OSError):
+                    live.cut()  # the thread sees it, and mends it
         return waiting.answer
 
     def call(self, frame: Frame) -> Frame:
@@ -143,12 +146,10 @@ class Link:
             atexit.register(self.close)  # a thread that is inside gRPC when Python ends would abort the process
 
     def _run(self) -> None:
-        connected = 0
         try:
             while self._needed():
                 with contextlib.suppress(Broken):
-                    self._connect(again=connected > 0)
-                    connected += 1
+                    self._connect()
                     self._catch_up()
                     self._read_on()
                 self._drop()
@@ -166,14 +167,14 @@ class Link:
             self._state.wait_for(lambda: self._waiting or self._over)
             return self._over is None
 
-    def _connect(self, again: bool) -> None:
+    def _connect(self) -> None:
         """Have a connection on which the server has answered, before the time is up."""
         pause = SOONEST
         if self._away_since is None:
             self._away_since = time.monotonic()
         while True:
             try:
-                self._attempt(again)
+                self._attempt()
                 return
             except Broken as error:
                 self._drop()
@@ -185,7 +186,7 @@ class Link:
                         raise self._over or error from None
                 pause = min(2 * pause, LATEST)
 
-    def _attempt(self, again: bool) -> None:
+    def _attempt(self) -> None:
         with self._breaking():
             connection = Connection(self.endpoint, self._security)
             with self._state:
@@ -195,7 +196,7 @@ class Link:
         with self._state:  # from here on, close() can cut what the thread waits for; before, it had nothing to cut
             if self._over is not None:
                 raise self._over
-        if again:
+        if self._acquainted:
             self.reconnects += 1
             if self._hello is not None:
                 self._hello(self._ask)
@@ -234,7 +235,7 @@ class Link:
             if not self._waiting:  # closed meanwhile
                 return
             first = self._waiting.popleft()
-        self._away_since = None
+        self._away_since, self._acquainted = None, True
         self._room.release()
         first.resolve(frame)
 
@@ -255,7 +256,9 @@ class Link:
             with self._state:
                 if self._over is not None:
                     raise self._over from None
-            line = refusal(error, self.endpoint, self._security)
+            line = refusal(error, self._security)
+            if line is None and not self._acquainted:
+                line = turned_away(error, self.endpoint, self._security)
             if line is not None:
                 raise EchelonError(f"{self.name} at {self.endpoint} {line}") from None
             raise Broken(one_line(error)) from None

@@ -42,7 +42,7 @@ class Members:
         return sorted(worker for worker, seat in self.seats.items() if seat.takes_part(step))
 
     def live(self) -> list[int]:
-        return sorted(worker for worker, seat in self.seats.items() if seat.live())
+        return sorted(worker for worker, seat in list(self.seats.items()) if seat.live())
 
     def is_live(self, worker: int) -> bool:
         return worker in self.seats and self.seats[worker].live()

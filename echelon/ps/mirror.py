@@ -51,7 +51,7 @@ class Mirrors:
     def _write(self, home: Path, head: dict[str, Any], pieces: Sequence[Any]) -> Frame:
         home.mkdir(parents=True, exist_ok=True)
         if "keep" in head:
-            _trim(home, head["keep"], _count(head, "segment"))
+            _trim(home, _names(head["keep"]), _count(head, "segment"))
             return Frame({"ok": True})
         path, offset = home / _checked(head.get("file")), _count(head, "offset")
         aside = path.with_name(f".{path.name}.writing") if path.name == MANIFEST else path
@@ -188,6 +188,12 @@ def _checked(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise EchelonError(f"{name!r} is not the name of a journal, a snapshot or a manifest")
     return name
+
+
+def _names(names: Any) -> list[str]:
+    if not isinstance(names, list):
+        raise EchelonError(f"keep={str(names)[:40]!r} of a mirror; it must be a list of names")
+    return [_checked(name) for name in names]
 
 
 def _count(head: dict[str, Any], name: str) -> int:

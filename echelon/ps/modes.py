@@ -126,6 +126,9 @@ class Sync(Mode):
     def missing(self, worker: int, step: int) -> dict[int, str]:
         if self.version >= step:
             return {}
+        pushed = self.members.seats[worker].seq
+        if pushed + 1 < step:
+            raise RequestError(f"worker {worker} wants the weights for step {step}, but its last push is {pushed}")
         return self._waits_for() or {-1: "a worker is joining" if self.frozen else "no worker is left"}
 
     def _waits_for(self) -> dict[int, str]:

@@ -64,6 +64,10 @@ class Manifest:
     bridge: bool
     chain: tuple[Part, ...]
 
+    def needs(self, segment: int) -> bool:
+        """Whether a restore replays the segment of this number."""
+        return segment == self.segment if self.bridge else segment >= self.segment
+
     def write(self, directory: Path) -> None:
         """Make this what the directory's state is."""
         write_json(directory / MANIFEST, dataclasses.asdict(self))

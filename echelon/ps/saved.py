@@ -111,8 +111,7 @@ class Saved:
             names = stored[0][1].keys() if stored else ("values",)
             for name in names:
                 found[f"{number}/{name}"] = self._cut(block, name, stored)
-        if pieces:
-            found["groups"] = next(array for name, array in self.parts[0].dense() if name == "groups")
+        found["groups"] = next(array for name, array in self.parts[0].dense() if name == "groups")
         return found
 
     def _pieces(self) -> dict[str, list[tuple[Block, dict[str, NDArray[Any]]]]]:
@@ -168,13 +167,25 @@ def _shape(spec: TableSpec) -> str:
     return f"dim {spec.dim}, {type(spec.rule).__name__} and {state_width(spec.rule, spec.dim)} floats of state a row"
 
 
+def load_into(shard: Restorable, path: str | os.PathLike[str]) -> int:
+    """A checkpoint into a shard that nobody keeps, one that only serves; the checkpoint's step."""
+    with Saved(path) as saved:
+        check(shard, saved)
+        saved.verify()
+        with shard.lock:
+            fill(shard, saved)
+        return saved.step
+
+
 def fill(shard: Restorable, saved: Saved) -> None:
-    """An empty shard's share of a checkpoint, one bucket at a time. Under the shard's lock."""
+    """A shard's share of a checkpoint in place of what it held, one bucket at a time. Under the shard's lock."""
+    dense = saved.dense(shard.dense.blocks)  # may be refused: before anything is dropped
+    shard.forget()
     for name, table in shard.tables.items():
         for bucket in table.buckets:
             if (rows := saved.bucket(name, bucket)) is not None:
                 put_rows(table, name, bucket, rows, saved.path)
-    shard.dense.from_arrays(saved.dense(shard.dense.blocks))
+    shard.dense.from_arrays(dense)
     shard.load_facts(saved.facts())
 
 

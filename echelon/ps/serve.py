@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from echelon.environment import PS_STATE
 from echelon.errors import EchelonError, PeerLost, UsageError
@@ -50,6 +52,8 @@ def serve(role: Role, *, state: Path | None = None, security: Security | None = 
     """
     security = security or Security.from_environment(token=role.token or None)
     state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # each stream's thread would have helpers of its own, which burn what workers need
     post = Post(role, state, security)
     with _signals(post.stop):
         return post.hold()
@@ -180,6 +184,13 @@ def _signals(stop: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def end(code: int) -> NoReturn:
+    """Leave the process at once: Python's own end would wait, inside gRPC, for streams that only clients can close."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The process's main; a mistake is one line on stderr."""
     logging.basicConfig(format="echelon: %(message)s")
@@ -211,4 +222,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

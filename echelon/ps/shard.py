@@ -37,8 +37,10 @@ Gone = Callable[[], bool]
 TICK = 0.1
 #: What can be asked of a server that only serves.
 READS = ("hello", "pull", "stats")
+#: What servers ask each other about a worker: no sign of life of it.
+BETWEEN = ("verdict", "fence", "drop", "enter")
 #: What can be asked before a job is open.
-EARLY = ("hello", "open", "stats", "beat")
+EARLY = ("hello", "open", "stats", "beat", "mirror", "mirrored")
 
 
 class Shard(State):
@@ -75,7 +77,7 @@ class Shard(State):
             raise RequestError(f"server {self.server} only serves: '{name}' is refused; ask {', '.join(READS)}")
         if not self.opened and name not in EARLY:
             raise RequestError(f"server {self.server} has no open job, so '{name}' has no meaning; open one first")
-        if self.opened:
+        if self.opened and name not in BETWEEN:
             self.beats.hear(worker_of({"worker": -1, **head}))
         return self._operations[name]
 
@@ -178,14 +180,20 @@ class Shard(State):
 
     def leave(self, frame: Frame, gone: Gone) -> Frame:
         """A worker is done. All that it pushed counts."""
-        return self._once(frame, self.members.is_live)
+        return self._once(frame, lambda worker: self.members.is_live(worker) and not self.members.seats[worker].fenced)
 
     def new_pass(self, frame: Frame, gone: Gone) -> Frame:
-        """A worker has been through the data once more; ``passes``, if given, says how many times altogether."""
-        told = frame.head.get("passes")
-        if told is not None:
-            whole(frame.head, "passes", 0)
-        return self._once(frame, lambda worker: told is None or self.seat(worker).passes < told)
+        """A worker has been through the data once more; ``passes``, if given, says how many times altogether.
+
+        Said again with no push between, it is the same pass: a retry.
+        """
+        told = None if frame.head.get("passes") is None else whole(frame.head, "passes", 0)
+
+        def news(worker: int) -> bool:
+            seat = self.seat(worker)
+            return seat.passes < told if told is not None else not (seat.passes and seat.pass_after == seat.seq)
+
+        return self._once(frame, news)
 
     def _once(self, frame: Frame, needed: Callable[[int], bool]) -> Frame:
         with self.lock:
@@ -286,14 +294,15 @@ class Shard(State):
             with self.lock:
                 self._check_going_on(layout)
                 late = missing()
-                if not late:
-                    return self._clock() - began
-                self.moved.wait(TICK)
-                late = missing()
+            if not late:
+                return self._clock() - began
             if gone():
                 raise PeerLost(f"worker {worker} hung up while it waited for {what}")
             self.beats.hear(worker)
             self.council.look_after(late, what, self._clock() - began)
+            with self.lock:
+                if self.layout is layout and missing():
+                    self.moved.wait(TICK)
 
     def _check_going_on(self, layout: Layout) -> None:
         if self.closed or self.layout is not layout:
@@ -320,7 +329,7 @@ def _operations(shard: Shard) -> dict[str, Callable[[Frame, Gone], Frame]]:
     own = ("hello", "open", "begin", "pull", "push", "commit", "leave", "new_pass", "beat", "blob", "stats")
     named: dict[str, Callable[[Frame, Gone], Frame]] = {name: getattr(shard, name) for name in own}
     named |= {"verdict": shard.verdict, "join": shard.join}
-    named |= dict.fromkeys(("fence", "drop", "enter"), shard.told)
+    named |= dict.fromkeys(BETWEEN[1:], shard.told)
     named |= {"save": shard.save, "load": shard.load, "export": shard.export}
     return named | dict.fromkeys(("mirror", "mirrored"), shard.mirror)
 

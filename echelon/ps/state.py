@@ -91,11 +91,19 @@ class State:
             self.broken, self.keeper, self.lsn = "", None, 0
             self.beats = Beats(self._clock)
             self.moved.notify_all()
-        keeper = self._keep(self) if self._keep is not None else None
-        if keeper is not None and keeper.start():
-            for worker in self.members.live():
-                self.beats.hear(worker)  # they were, before this process: time to come back
-        self.keeper, self.opened = keeper, True
+        if self._keep is not None:
+            self._bring_back(self._keep(self))
+        self.opened = True
+
+    def _bring_back(self, keeper: Keeper | None) -> None:
+        self.keeper = keeper  # from now on, for other servers may want back what it keeps of theirs
+        try:
+            if keeper is not None and keeper.start():
+                for worker in self.members.live():
+                    self.beats.hear(worker)  # they were, before this process: time to come back
+        except BaseException:
+            self.keeper = None
+            raise
 
     @property
     def tables(self) -> Mapping[str, Table]:
@@ -221,13 +229,14 @@ class State:
         return {"passes": self.store.passes}
 
     def _finish_passes(self) -> None:
-        """A pass is over when all members are through it and their last pushes of it are applied.
+        """A pass is over when the first worker is through it and its last push of it is applied.
 
-        So it comes after the same step on every server, whatever order its announcements arrive in.
+        So it comes after the same step on every server, whatever order its announcement and other workers' pushes
+        arrive in.
         """
-        live = [(worker, self.members.seats[worker]) for worker in self.members.live()]
-        over = [seat.passes - (not self.mode.applied(worker, seat.pass_after)) for worker, seat in live]
-        while self.store.passes < min(over, default=0):
+        seats = self.members.seats.items()
+        over = [seat.passes - (not self.mode.applied(worker, seat.pass_after)) for worker, seat in seats]
+        while self.store.passes < max(over, default=0):
             self.store.new_pass()
 
     def _apply_evicted(self, frame: Frame) -> dict[str, Any]:

@@ -30,8 +30,12 @@ class Ended:
 
 def start(*words: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
     """``echelon WORDS...`` in ``cwd``, in a process group of its own."""
+    return start_python("-m", "echelon", *words, cwd=cwd, **env)
+
+
+def start_python(*words: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "echelon", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=cwd,
         env=_clean_environment() | env,
         stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from command import Ended, echelon, finish, processes_with, start, until, write
+from command import Ended, echelon, finish, processes_with, start, start_python, until, write
 from harness import free_port
 
 #: A worker that knows its servers, and does nothing but talk to them.
@@ -21,12 +21,14 @@ import echelon
 from echelon.ps.frame import Frame
 from echelon.ps.link import Link
 from echelon.ps.security import Security
-from echelon.ps.spec import JobSpec
+from echelon.ps.rules import Sgd
+from echelon.ps.spec import JobSpec, TableSpec
 
 me = echelon.init().rank
 role = echelon.world.current().role
+away = float(os.environ.get("AWAY", role.join_timeout))
 links = [
-    Link(endpoint, name=f"server {n}", security=Security.from_environment(), timeout=float(os.environ.get("AWAY", role.join_timeout)))
+    Link(endpoint, name=f"server {n}", security=Security.from_environment(), timeout=away)
     for n, endpoint in enumerate(role.endpoints)
 ]
 
@@ -42,11 +44,13 @@ def wait_for(name):
         time.sleep(0.02)
 
 def join():
-    ask("hello", session=role.session)
-    job = JobSpec(session=role.session, mode="async", trainers=role.workers, servers=len(links))
+    known = ask("hello", session=role.session)
+    table = TableSpec(name="words", dim=2, rule=Sgd(lr=1.0))
+    job = JobSpec(session=role.session, mode="async", trainers=role.workers, servers=len(links), tables=(table,))
     ask("open", job=job.to_json())
+    return [(answer["opened"], answer.get("session")) for answer in known]
 
-join()
+known = join()
 """
 
 
@@ -128,7 +132,7 @@ def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Pa
     write(
         tmp_path / "talk.py",
         TALK + "note(f'up-{me}-{os.environ[\"ECHELON_RESTARTS\"]}', os.getpid())\n"
-        "wait_for('server-killed'); join(); note(f'again-{me}')\n"
+        "wait_for('server-killed'); note(f'again-{me}', join() == [(True, role.session)])\n"
         "wait_for('worker-killed'); join(); ask('leave')\n",
     )
     job = start("run", "--servers", 1, "--workers", 2, "talk.py", cwd=tmp_path)
@@ -137,6 +141,7 @@ def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Pa
     os.kill(before["server-0"], signal.SIGKILL)
     (tmp_path / "server-killed").touch()
     until(lambda: len(list(tmp_path.glob("again-?"))) == 2, "answers of the new server")
+    assert [(tmp_path / f"again-{n}").read_text() for n in range(2)] == ["True"] * 2  # it knows the job
     os.kill(before["rank-1"], signal.SIGKILL)
     until((tmp_path / "up-1-1").exists, "the new worker")
     after = processes(tmp_path)
@@ -187,14 +192,12 @@ def blamed(end: Ended) -> str:
 
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_when_restarts_are_used_up_the_first_to_fail_is_named_and_all_end(tmp_path: Path, role: str) -> None:
-    fail = "if me == 1: raise ValueError('labels out of range')\ntime.sleep(600)\n"
-    sleep = "note(f'up-{me}'); time.sleep(600)\n"
-    write(tmp_path / "train.py", TALK + (fail if role == "worker" else sleep))
-    restarts = 1 if role == "worker" else 0
-    options = ["--servers", 1, "--workers", 2, "--max-restarts", restarts]
+    fail = "if os.environ['RANK'] == '1': raise ValueError('labels out of range')\n" if role == "worker" else ""
+    write(tmp_path / "train.py", f"import os, time\n{fail}time.sleep(600)\n")
+    options = ["--servers", 1, "--workers", 2, "--max-restarts", 1 if role == "worker" else 0]
     job = start("run", *options, "train.py", cwd=tmp_path)
     if role == "server":
-        until(lambda: len(list(tmp_path.glob("up-?"))) == 2, "both workers")
+        until(lambda: len(processes(tmp_path)) == 3, "all processes")
         os.kill(processes(tmp_path)["server-0"], signal.SIGKILL)
     end = finish(job)
     lines = end.err.splitlines()
@@ -212,12 +215,11 @@ def test_when_restarts_are_used_up_the_first_to_fail_is_named_and_all_end(tmp_pa
     assert gone(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_launcher_leaves_neither_servers_nor_workers(tmp_path: Path, number: signal.Signals) -> None:
-    write(tmp_path / "sleep.py", TALK + "note(f'up-{me}'); time.sleep(600)\n")
-    job = start("run", "--servers", 1, "--workers", 1, "sleep.py", cwd=tmp_path)
-    until((tmp_path / "up-0").exists, "the worker")
-    assert len(processes_with(str(tmp_path / "log"))) == 2
+    write(tmp_path / "sleep.py", "import time\ntime.sleep(600)\n")
+    job = start("run", "--servers", 2, "--workers", 2, "sleep.py", cwd=tmp_path)
+    until(lambda: len(processes(tmp_path)) == 4, "all processes")
     job.send_signal(number)
     if number == signal.SIGKILL:
         until(lambda: gone(tmp_path), "the end of all processes")
@@ -226,7 +228,8 @@ def test_a_stopped_launcher_leaves_neither_servers_nor_workers(tmp_path: Path, n
     end = finish(job)
     assert gone(tmp_path)
     assert end.code == 128 + number
-    assert end.err.splitlines()[0] == f"echelon: stopped by {number.name}; no process is left"
+    assert end.err == f"echelon: stopped by {number.name}; no process is left\n"
+    assert not list((tmp_path / "log").glob("servers-*"))
 
 
 def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Path) -> None:
@@ -282,10 +285,13 @@ def test_one_script_is_worker_or_server_as_it_is_told(tmp_path: Path) -> None:
     endpoints = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     listed = ",".join(endpoints)
     write(tmp_path / "talk.py", TALK.replace("init()", f"init(pservers='{listed}')") + "ask('leave'); print('left')\n")
-    ends = [start("serve", "--endpoint", endpoints[0], "--pservers", listed, cwd=tmp_path)]
-    for own in ({"TRAINING_ROLE": "PSERVER", "PADDLE_CURRENT_ENDPOINT": endpoints[1]}, {}):
-        ends.append(start("run", "--log-dir", f"log-{len(own)}", "talk.py", cwd=tmp_path, **own))
-    told = [finish(end) for end in ends]
+    server = {"TRAINING_ROLE": "PSERVER", "PADDLE_CURRENT_ENDPOINT": endpoints[1]}
+    started = [
+        start("serve", "--endpoint", endpoints[0], "--pservers", listed, cwd=tmp_path),
+        start_python("talk.py", cwd=tmp_path, **server),
+        start_python("talk.py", cwd=tmp_path),
+    ]
+    told = [finish(process) for process in started]
     assert [(end.code, end.err) for end in told] == [(0, "")] * 3
     assert [end.out for end in told] == [
         f"echelon: server 0 of 2 is ready at {endpoints[0]}\n",
@@ -297,18 +303,20 @@ def test_one_script_is_worker_or_server_as_it_is_told(tmp_path: Path) -> None:
 def test_the_state_of_a_job_that_was_stopped_is_what_the_next_goes_on_from(tmp_path: Path) -> None:
     write(
         tmp_path / "talk.py",
-        TALK + "known = ask('hello', session=role.session)[0]\n"
-        "if me == 0 and not os.path.exists('up'): note('up', role.session); time.sleep(600)\n"
-        "note('session', role.session); ask('leave')\n",
+        TALK + "if not os.path.exists('up'): note('up', role.session); time.sleep(600)\n"
+        "note('known', known); ask('leave')\n",
     )
     job = start("run", "--servers", 1, "talk.py", cwd=tmp_path)
     until((tmp_path / "up").exists, "the worker")
     job.send_signal(signal.SIGINT)
-    lines = finish(job).err.splitlines()
+    stopped = finish(job)
+    lines = stopped.err.splitlines()
+    assert gone(tmp_path)
+    assert stopped.code == 128 + signal.SIGINT
     state = tmp_path / "log" / f"servers-{(tmp_path / 'up').read_text()}"
     assert lines[0] == "echelon: stopped by SIGINT; no process is left"
     assert lines[1] == f"echelon: the servers' state is in {state}; to go on from it, add --state {state}"
     end = echelon("run", "--servers", 1, "--state", state, "talk.py", cwd=tmp_path)
     assert end.code == 0, end.err
-    assert (tmp_path / "session").read_text() == (tmp_path / "up").read_text()
+    assert (tmp_path / "known").read_text() == str([(True, (tmp_path / "up").read_text())])
     assert state.exists()

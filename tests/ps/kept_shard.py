@@ -12,6 +12,7 @@ from echelon.ps.spec import BUCKETS, Block, DenseRule, JobSpec, Keeping, TableSp
 IDS, BATCH = 6400, 640  # ids in use, and in a push
 #: One of so many servers: 64 buckets, which keeps tests short.
 SERVERS = 16
+PASS = 20  # pushes of a worker
 PARAMETERS = {"weight": (6, 5), "bias": (7,)}
 QUIET = Keeping(snapshot_every=3600.0)
 
@@ -77,7 +78,7 @@ def _own(parameters, job, server):
 
 
 def push(shard, number):
-    """Push ``number`` of the job, from the workers in turn; this server's part of it. Every 20th ends a pass."""
+    """Push ``number`` of the job, from the workers in turn: this server's part of it. Some begin a pass."""
     job, server, chance = shard.job, shard.server, np.random.default_rng(number)
     worker, seq = number % job.trainers, number // job.trainers
     ids, rows, counts = [], [np.zeros(0, np.float32)], {}
@@ -94,10 +95,14 @@ def push(shard, number):
     head |= {"groups": [{"lr": 0.1}], "dense": True, "commit": True, "has": ["ids", "rows", "dense", "blob"]}
     head["kind"] = "delta" if job.mode == "geo" else "gradient"
     blob = chance.integers(0, 256, 33).astype(np.uint8)
-    answer = ask(shard, head, [np.concatenate(ids), np.concatenate(rows), dense, blob])
-    if seq % 20 == 19:
-        ask(shard, {"op": "new_pass", "worker": worker, "passes": seq // 20 + 1})
-    return answer.head
+    if seq % PASS == 0:
+        new_pass(shard, worker, seq // PASS)
+    return ask(shard, head, [np.concatenate(ids), np.concatenate(rows), dense, blob]).head
+
+
+def new_pass(shard, worker, passes):
+    """Say that a worker has been through the data so many times; again does no harm."""
+    ask(shard, {"op": "new_pass", "worker": worker, "passes": passes})
 
 
 def received(shard):

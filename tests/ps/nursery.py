@@ -1,4 +1,4 @@
-"""Children that train a kept shard until they are killed: python nursery.py. One process imports, the others are forked.
+"""Children that train a kept shard until they are killed: python nursery.py. One process imports, others are forked.
 
 Reads lines ``DIRECTORY JOURNAL_LIMIT`` and answers each with the pid of a child; every number that the child writes to
 DIRECTORY.acks is a push that was answered. An empty line reaps the last child.

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from echelon.errors import EchelonError
 from echelon.ps.frame import Frame, pack, unpack
+from echelon.ps.hashing import bucket_of, owner_of
 from echelon.ps.placement import Piece, place
 from echelon.ps.rules import Rule, Sgd
 from echelon.ps.shard import Shard
 from echelon.ps.spec import BUCKETS, DenseRule, JobSpec, TableSpec
-from echelon.ps.hashing import bucket_of, owner_of
 
 #: Any int64 will do as an id.
 VOCABULARY = np.array([0, -1, 7, 2**63 - 1, -(2**63), 12345678901234, *range(100, 130)], np.int64)
 DIMS = {"users": 4, "words": 3}
+SGD = Sgd(lr=0.1)
 
 
 class Clock:
@@ -104,7 +105,9 @@ SHAPES = {name: tuple(parameter.shape) for name, parameter in net().named_parame
 SIZES = {name: parameter.numel() for name, parameter in net().named_parameters()}
 
 
-def job(servers: int = 1, trainers: int = 1, mode: str = "sync", rule: Rule = Sgd(lr=0.1), dense: Any = None, **more: Any) -> JobSpec:  # noqa: B008
+def job(
+    servers: int = 1, trainers: int = 1, mode: str = "sync", rule: Rule = SGD, dense: Any = None, **more: Any
+) -> JobSpec:
     """A job that trains ``Net`` and its two tables."""
     dense = dense or DenseRule(kind="SGD", groups=({"lr": 0.1},))
     whole = dense.kind in ("LARS", "LAMB")

@@ -16,7 +16,11 @@ def frames(count):
     return [
         Frame(
             {"op": "push", "seq": seq},
-            [chance.integers(0, 99, seq), chance.random((seq, 3)).astype(np.float32), np.arange(seq % 7, dtype=np.uint8)],
+            [
+                chance.integers(0, 99, seq),
+                chance.random((seq, 3)).astype(np.float32),
+                np.arange(seq % 7, dtype=np.uint8),
+            ],
         )
         for seq in range(count)
     ]
@@ -75,26 +79,22 @@ def test_a_tail_torn_at_any_byte_is_cut_off_and_said(tmp_path, capfd):
     written(tmp_path, [2, 3])
     path = segment_path(tmp_path, 2)
     whole = path.read_bytes()
-    ends = [len(whole) for _ in range(1)] + [record.end for record in _ends(tmp_path)]
+    ends = [record.end for record in replay(tmp_path, 1, 0) if record.lsn > 2]
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         found = [record.lsn for record in replay(tmp_path, 1, 0)]
-        assert found == [1, 2, *range(3, 3 + sum(end <= size for end in ends[1:]))], size
+        assert found == [1, 2, *range(3, 3 + sum(end <= size for end in ends))], size
         cut = size not in (0, *ends)
         said = capfd.readouterr().err
         assert (said.count("\n"), "ended inside a record" in said) == (int(cut), cut)
-        assert path.stat().st_size == max([end for end in ends[1:] if end <= size], default=0)
+        assert path.stat().st_size == max([end for end in ends if end <= size], default=0)
     path.write_bytes(whole + bytes(5000))  # what a file system may show of a page that was never written
     assert len(list(replay(tmp_path, 1, 0))) == 5
     assert path.stat().st_size == len(whole)
 
 
-def _ends(directory):
-    return [record for record in replay(directory, 1, 0) if record.lsn > 2]
-
-
 def test_any_flipped_bit_is_an_error_that_names_the_file(tmp_path):
-    written(tmp_path, [4, 3])
+    written(tmp_path, [3, 2])
     for number in (1, 2):
         path = segment_path(tmp_path, number)
         whole = path.read_bytes()
@@ -106,7 +106,7 @@ def test_any_flipped_bit_is_an_error_that_names_the_file(tmp_path):
                 list(replay(tmp_path, 1, 0))
             assert "\n" not in str(caught.value)
         path.write_bytes(whole)
-    assert len(list(replay(tmp_path, 1, 0))) == 7
+    assert len(list(replay(tmp_path, 1, 0))) == 5
 
 
 def test_a_segment_that_is_cut_though_others_follow_is_an_error(tmp_path):

@@ -1,6 +1,7 @@
 """What a server loses with its disk, the next server has."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from kept_shard import Keeping, ask, make_job, opened, push, received, state_of,
 
 from echelon.errors import PeerLost
 from echelon.ps.frame import Frame
-from echelon.ps.restore import Manifest
+from echelon.ps.shard import Shard
 
 JOB = make_job(mode="sync", trainers=2, keeping=Keeping(replica=True, snapshot_every=3600.0))
 
@@ -42,8 +43,11 @@ def test_a_server_that_lost_its_files_asks_the_next_one(tmp_path, line, lost):
     shard.close()
     if lost == "everything":
         shutil.rmtree(tmp_path / "server-0")
-    for path in (tmp_path / "server-0").glob("journal-*" if lost == "the journal" else "snapshot-00000004*"):
-        path.unlink()
+    elif lost == "the journal":
+        for path in (tmp_path / "server-0").glob("journal-*"):
+            path.unlink()
+    else:
+        max((tmp_path / "server-0").glob("snapshot-*")).unlink()
     again = opened(JOB, directory=tmp_path / "server-0", mirror=line)
     assert received(again) == 31
     assert state_of(again) == state_of(trained(31, JOB))
@@ -93,28 +97,23 @@ def test_a_neighbour_that_lost_its_copy_gets_it_again(tmp_path, line, capfd):
 
 def test_two_servers_may_mirror_each_other(tmp_path):
     job = make_job(servers=2, mode="async", keeping=Keeping(replica=True, snapshot_every=3600.0))
-    shards = []
-    lines = [lambda frame: shards[1].handle(frame), lambda frame: shards[0].handle(frame)]
+    lines = [Line(Shard(server, 2)) for server in (1, 0)]  # no job is open there yet
+    shards = [opened(job, server, tmp_path / f"server-{server}", lines[server]) for server in range(2)]
     for server in range(2):
-        shards.append(None)
-        shards[server] = opened(job, server, tmp_path / f"server-{server}", lambda f, s=server: _there(shards, 1 - s, f))
-    for server in range(2):
-        shards[server].keeper.snapshot()
-    for number in range(5):
-        for shard in shards:
-            push(shard, number)
-    assert len(lines) == 2
+        lines[server].neighbour = shards[1 - server]
     for shard in shards:
+        shard.keeper.snapshot()
+    training = [threading.Thread(target=lambda s=shard: [push(s, n) for n in range(20)]) for shard in shards]
+    for thread in training:
+        thread.start()
+    for thread in training:
+        thread.join()
+    for server, shard in enumerate(shards):
         shard.close()
-    for server in range(2):
-        mirror = tmp_path / f"server-{1 - server}" / f"mirror-of-{server}"
-        assert Manifest.read(mirror).number == Manifest.read(tmp_path / f"server-{server}").number
-
-
-def _there(shards, server, frame):
-    if len(shards) <= server or shards[server] is None:
-        return Frame({"error": "no open job"})
-    return shards[server].handle(frame)
+        own, mirror = tmp_path / f"server-{server}", tmp_path / f"server-{1 - server}" / f"mirror-of-{server}"
+        kept = {path.name: path.read_bytes() for path in mirror.iterdir()}
+        assert kept == {name: (own / name).read_bytes() for name in kept}
+        assert sum(name.startswith("journal-") for name in kept) == 1
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ class Simulated:
     def push(self, worker):
         for name, ids in worker.ids.items():
             for i, g, pulled in zip(ids.tolist(), worker.gradients[name], worker.rows[name], strict=True):
-                g = g + self.compensate * g * g * (self.rows[name][i] - pulled)
-                self.rows[name][i] = self.rows[name][i] - self.rate * g
+                caught_up = g + self.compensate * g * g * (self.rows[name][i] - pulled)
+                self.rows[name][i] = self.rows[name][i] - self.rate * caught_up
         for name, parameter in worker.net.named_parameters():
             g, pulled = parameter.grad.numpy().reshape(-1), parameter.detach().numpy().reshape(-1)
             g = g + self.compensate * g * g * (self.dense[name] - pulled)
@@ -96,16 +96,18 @@ def test_geo_adds_what_changed_and_others_see_it():
     spec = job(2, 2, "geo", Adagrad(lr=0.1))
     servers, workers = started(spec)
     draw = np.random.default_rng(1)
-    expected = {name: {i: None for i in VOCABULARY.tolist()} for name in DIMS}
+    expected = {}
     for name, dim in DIMS.items():
-        rows = {i: np.concatenate([row, np.zeros(dim, np.float32)]) for i, row in zip(VOCABULARY.tolist(), servers.rows(name), strict=True)}  # fmt: skip
-        expected[name] = rows
+        rows = np.concatenate([servers.rows(name), np.zeros((len(VOCABULARY), dim), np.float32)], 1)
+        expected[name] = dict(zip(VOCABULARY.tolist(), rows, strict=True))
     dense = {name: values.copy() for name, values in servers.dense().items()}
     for turn in range(8):
         worker = workers[turn % 2]
         worker.pull(Batch(turn, 4))
         worker.compute()
-        worker.gradients = {n: draw.normal(size=(len(i), 2 * DIMS[n])).astype(np.float32) for n, i in worker.ids.items()}
+        worker.gradients = {
+            n: draw.normal(size=(len(i), 2 * DIMS[n])).astype(np.float32) for n, i in worker.ids.items()
+        }
         worker.push(kind="delta")
         worker.seq += 1
         for name, ids in worker.ids.items():
@@ -171,7 +173,7 @@ def noting(shard, leads):
 
 
 def test_a_bounded_worker_waits_for_the_slowest_and_goes_on_when_it_moves():
-    servers, (fast, slow) = started(job(1, 2, "bounded", staleness=1))
+    _, (fast, slow) = started(job(1, 2, "bounded", staleness=1))
     fast.step(Batch(0, 3))
     fast.step(Batch(1, 3))
     arrived = threading.Event()
@@ -189,7 +191,7 @@ def test_a_bounded_worker_waits_for_the_slowest_and_goes_on_when_it_moves():
 
 
 def test_a_sync_pull_waits_for_the_step_before():
-    servers, workers = started(job(1, 2))
+    _, workers = started(job(1, 2))
     for worker in workers:
         worker.pull(Batch(worker.number, 3))
         worker.compute()

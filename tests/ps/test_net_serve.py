@@ -32,11 +32,12 @@ def job_of(servers: int, trainers: int = 1, mode: str = "async", **keeping: obje
 
 
 def hello_again(job: JobSpec, worker: int) -> Callable:
-    """What a worker says to a server that came back: the job, if it does not know it."""
+    """What a worker asks a server that came back: does it know the job?"""
 
     def hello(call: Callable[[Frame], Frame]) -> None:
-        if not call(Frame({"op": "hello", "worker": worker, "session": job.session})).head["opened"]:
-            call(Frame({"op": "open", "worker": worker, "job": job.to_json()}))
+        known = call(Frame({"op": "hello", "worker": worker, "session": job.session})).head
+        if not known["opened"] or known["session"] != job.session:
+            raise EchelonError("a server came back without its state")
 
     return hello
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ from shards import DIMS, SHAPES, Batch, Clock, Worker, job, started, sync_step
 from test_shard_parity import OneProcess, Rows, plain_sgd
 
 from echelon.errors import EchelonError
+from echelon.ps.frame import Frame
 from echelon.ps.rules import Adagrad, Sgd
 
 #: Where worker 1 dies in its step, as calls of the servers that it still makes.
@@ -81,7 +83,9 @@ def reference_without(last, steps):
     """Worker 1 takes part through step ``last``, then leaves; on one server, where no message can be half way."""
     servers, workers = started(job(1, 2, rule=Adagrad(lr=0.1)))
     for step in range(steps):
-        sync_step(workers[:2] if step <= last else workers[:1], [batch(step, n) for n in range(2 if step <= last else 1)])
+        sync_step(
+            workers[:2] if step <= last else workers[:1], [batch(step, n) for n in range(2 if step <= last else 1)]
+        )
         if step == last:
             servers.all({"op": "leave", "worker": 1})
     return state(servers)
@@ -158,7 +162,7 @@ def test_a_slow_worker_that_beats_is_waited_for():
 def test_a_worker_that_never_came_is_named():
     clock = Clock()
     spec = job(1, 2, patience=30.0)
-    servers, workers = started(spec, clock=clock)
+    servers, _ = started(spec, clock=clock)
     other = job(1, 2, patience=30.0, session="again")
     alone = Worker(servers, other, 0)
     alone.begin()  # another session: worker 1 has not been heard of in it
@@ -183,8 +187,6 @@ def test_a_worker_that_never_came_is_named():
 def test_a_client_that_hangs_up_stops_waiting():
     servers, workers = started(job(1, 2))
     workers[0].step(batch(0, 0))
-    from echelon.ps.frame import Frame
-
     head = {"op": "pull", "worker": 0, "step": 1, "tables": {}, "dense": False}
     answer = servers.shards[0].handle(Frame(head, []), lambda: True)
     assert answer.head["error"] == "worker 0 hung up while it waited for step 1"
@@ -336,3 +338,63 @@ def test_bounded_goes_on_without_a_silent_worker_and_lets_it_in_again():
     workers[1].seq = 5
     workers[1].step(batch(5, 1))
     assert all(shard.members.seats[1].seq == 5 for shard in servers.shards)
+
+
+class Died(Exception):
+    """What happens to a worker in the tests below, instead of a call."""
+
+
+class Mortal(Worker):
+    """Dies before some of its calls."""
+
+    def __init__(self, servers, spec, number, draw, chance):
+        super().__init__(servers, spec, number)
+        self.draw, self.chance, self.servers = draw, chance, self
+        self.alive = servers
+
+    def say(self, *call):
+        if self.draw.random() < self.chance:
+            raise Died
+        return self.alive.say(*call)
+
+    def all(self, head):
+        return [self.say(server, head) for server in range(self.spec.servers)]
+
+
+def live(servers, spec, number, steps, draw, chance):
+    """A worker that is restarted whenever it dies, and goes on from what the servers know of it."""
+    while True:
+        worker = Mortal(servers, spec, number, draw, chance)
+        try:
+            worker.seq = min(answer.head["seq"] for answer in worker.all({"op": "hello", "worker": number})) + 1
+            if worker.seq:
+                worker.all({"op": "commit", "worker": number, "seq": worker.seq - 1})
+            while worker.seq < steps:
+                worker.step(batch(worker.seq, number))
+            return
+        except Died:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
+def test_workers_that_die_all_the_time_lose_and_repeat_nothing(mode, seed):
+    spec, steps = job(2, 2, mode, Adagrad(lr=0.1), staleness=1), 6
+    servers, _ = started(spec)
+    failures = []
+
+    def run(number):
+        try:
+            live(servers, spec, number, steps, random.Random(10 * seed + number), 0.1)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert [shard.version for shard in servers.shards] == [steps if mode == "sync" else 2 * steps] * 2
+    if mode == "sync":
+        assert_same(state(servers), undisturbed(spec, steps))

@@ -59,7 +59,9 @@ class Rows:
             n = a[i] + g * g
             b[i] += g - (n**-r.lr_power - a[i] ** -r.lr_power) / r.lr * w[i]
             a[i] = n
-            w[i] = np.where(np.abs(b[i]) <= r.l1, 0, -(b[i] - np.sign(b[i]) * r.l1) / (n**-r.lr_power / r.lr + 2 * r.l2))
+            w[i] = np.where(
+                np.abs(b[i]) <= r.l1, 0, -(b[i] - np.sign(b[i]) * r.l1) / (n**-r.lr_power / r.lr + 2 * r.l2)
+            )
 
 
 class OneProcess:
@@ -153,7 +155,7 @@ def test_every_sparse_rule_equals_its_formula(name, workers, servers):
     ("rule", "make"),
     [
         (Sgd(lr=0.2), lambda p: torch.optim.SGD(p, lr=0.2)),
-        (Adagrad(lr=0.1, initial_accumulator=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1)),
+        (RULES["adagrad"], lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1)),
         (Adam(lr=0.01), lambda p: torch.optim.SparseAdam(p, lr=0.01)),
     ],
     ids=["sgd", "adagrad", "adam"],
@@ -176,7 +178,9 @@ def test_groups_have_their_own_settings_and_schedules_reach_the_servers():
     optimizer = torch.optim.SGD(
         [{"params": named[0::2], **groups[0]}, {"params": named[1::2], **groups[1]}], lr=1.0
     )  # fmt: skip
-    one = OneProcess({name: servers.rows(name) for name in DIMS}, lambda _: optimizer, lambda rows: Rows(Sgd(lr=0.1), rows))
+    one = OneProcess(
+        {name: servers.rows(name) for name in DIMS}, lambda _: optimizer, lambda rows: Rows(Sgd(lr=0.1), rows)
+    )
     one.net = model
     for step in range(STEPS):
         rate = 0.1 / (1 + step)

@@ -1,11 +1,11 @@
 """A shard that is stopped and started again goes on as if nothing had been."""
 
 import random
-import threading
+import time
 
 import numpy as np
 import pytest
-from kept_shard import Keeping, ask, make_job, numbers_of, opened, push, received, state_of, trained
+from kept_shard import Keeping, make_job, numbers_of, opened, push, received, state_of, trained
 
 from echelon.errors import CheckpointError
 from echelon.ps.restore import Manifest
@@ -161,11 +161,12 @@ def test_another_session_takes_the_place_of_a_job_whose_snapshot_is_under_way(tm
     push(shard, 0)
     keeper = shard.keeper
     with shard.lock:
-        keeper._due.set()  # the thread now waits for the lock
-        closing = threading.Thread(target=lambda: None)
-        closing.start()
+        keeper._due.set()
+        while keeper._due.is_set():  # until the thread has begun, and waits for the lock
+            time.sleep(0.001)
         keeper.close()
     assert not keeper._thread.is_alive()
+    assert received(opened(job, directory=tmp_path / "a")) == 1
 
 
 def test_merged_rows_are_those_of_the_later_delta():

@@ -30,16 +30,16 @@ COUNT = PINNED - 1
 #: Rows between asking for the cache lines of a record and using them.
 AHEAD = 12
 
-_LINE = 64  # bytes of a cache line
+_LINE, _FETCHED = 64, 1024  # bytes of a cache line, and of a record that are asked for at once
 _CHANGED, _COUNT, _ONE = np.uint32(CHANGED), np.uint32(COUNT), np.uint32(1)
 
 
 @inner
 def fetch(memory: int, slot: int, words: int, wanted: int) -> None:
-    """Ask for the first ``wanted`` words of a record."""
+    """Ask for the first ``wanted`` words of a record; the processor goes on with a long one by itself."""
     if slot >= 0:
         at = memory + (slot & SLOT) * words * 4
-        for line in range(at & -_LINE, at + wanted * 4, _LINE):
+        for line in range(at & -_LINE, at + min(wanted * 4, _FETCHED), _LINE):
             prefetch(line)
 
 

@@ -1,0 +1,237 @@
+"""kill -9 of servers and workers at random moments, in each mode: training must end, nothing be lost, nothing doubled.
+
+    python tests/launch/ps_faults.py --kills 20 --out faults.json      # each mode, servers and workers, 20 moments each
+
+The tests do a few of these; this script does them all and says how long recovery took. In each job the victims are
+killed one after another: the next when training has gone on after the last, and a random moment later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SERVERS, WORKERS, BATCH = 2, 2, 8
+LIMIT = 120.0  # seconds without progress that are taken for a hang
+DRAW = random.Random(1)
+MODES = ("sync", "async", "bounded", "geo", "hybrid", "exact hybrid")
+
+#: Rows move by plain SGD along a loss that is linear in them, so that their end tells how often each push was applied,
+#: in whatever order. The dense part is a real, if small, network.
+TRAIN = """
+import json, os, sys, time
+import numpy as np, torch, torch.nn.functional as F
+import echelon
+from echelon.nn import SparseEmbedding
+from echelon.ps.rules import Adagrad, Sgd
+
+mode, steps, batch, replica, out = sys.argv[1:]
+steps, batch, replica = int(steps), int(batch), replica == "replica"
+echelon.init(seed=5)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counted = SparseEmbedding(2, name="counted", optimizer=Sgd(lr=1.0), initializer=0.0)
+        self.learned = SparseEmbedding(4, name="learned", optimizer=Adagrad(lr=0.1))
+        self.net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+
+    def forward(self, ids, wanted):
+        judged = F.mse_loss(self.net(self.learned(ids).flatten(1)).squeeze(1), wanted)
+        return judged + (self.counted(ids).sum((1, 2)).mean() if mode != "sync" else 0.0)
+
+model = Net()
+settings = {"mode": "sync", "dense": "allreduce"} if mode == "exact hybrid" else {"mode": mode}
+settings |= {"k_steps": 5, "staleness": 2, "replica": replica, "snapshot_every": 0.5, "patience": 60.0}
+engine = echelon.distribute(
+    model,
+    optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+    strategy=echelon.Strategy(ps=echelon.ParameterServer(**settings)),
+    checkpoint=echelon.Checkpoint(dir="ckpt", every=10, keep=2) if "hybrid" in mode else None,
+    log=echelon.Log(console=False),
+)
+generator = torch.Generator().manual_seed(1)
+ids = torch.randint(0, 50, (steps * batch * 2, 3), generator=generator) * 987654321987 - 5
+wanted = torch.randn(len(ids), generator=generator)
+for at in engine.loader((ids, wanted), batch_size=batch):
+    engine.step(*at)
+    with open(f"progress-{echelon.rank()}.part", "w") as file:
+        file.write(str(engine.steps))
+    os.rename(f"progress-{echelon.rank()}.part", f"progress-{echelon.rank()}")
+    time.sleep(0.03)
+engine.synchronize()
+known = torch.unique(ids)
+with torch.no_grad():
+    rows = {"counted": model.counted(known).tolist(), "learned": model.learned(known).tolist()}
+dense = {name: value.detach().flatten().tolist() for name, value in model.named_parameters()}
+stats = engine.served.stats()
+if echelon.rank() == 0:
+    while "hybrid" not in mode and not os.path.exists("ended-1"):
+        time.sleep(0.05)  # the other's last pushes count, too
+    if mode in ("async", "bounded", "geo"):
+        engine.synchronize()
+        with torch.no_grad():
+            rows = {"counted": model.counted(known).tolist(), "learned": model.learned(known).tolist()}
+        stats = engine.served.stats()
+    json.dump({"rows": rows, "dense": dense, "versions": [s["version"] for s in stats]}, open(out, "w"))
+engine.close()
+open(f"ended-{echelon.rank()}", "w").close()
+"""
+
+
+@dataclass
+class Outcome:
+    """How a job ended."""
+
+    code: int
+    said: str
+    result: dict[str, Any] | None
+    recovery: list[float]  # after each kill, seconds until all workers had gone on
+
+
+def expected_counts(mode: str, steps: int) -> np.ndarray:
+    """Where the counted rows must end: minus the sum of all gradients, each applied once."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 50, (steps * BATCH * 2, 3), generator=generator).numpy()
+    known = np.unique(ids)
+    times = np.array([(ids == one).sum() for one in known], np.float64)
+    moved = times / BATCH * (0.5 if mode in ("geo", "exact hybrid") else 1.0)
+    return -np.repeat(moved[:, None], 2, axis=1)
+
+
+def job(mode: str, victims: list[str], directory: Path, *, steps: int = 60, replica: bool = False) -> Outcome:
+    """One job, whose ``victims`` ("server-1", "rank-0") are killed one after another."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "train.py").write_text(TRAIN)
+    out, said = directory / "out.json", directory / "said"
+    words = [mode, str(steps), str(BATCH), "replica" if replica else "alone", str(out)]
+    command = [sys.executable, "-m", "echelon", "run", "--servers", str(SERVERS), "--workers", str(WORKERS)]
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--max-restarts", "100", "--log-dir", str(directory / "log"), "train.py", *words],
+            cwd=directory,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        recovery: list[float] = []
+        try:
+            if victims:
+                _until(lambda: min(progress(directory)) >= 3, process)
+            for victim in victims:
+                recovery.append(_kill(victim, directory, process))
+            process.wait(timeout=LIMIT)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            file.write(f"\n({error})")
+        finally:
+            process.kill()
+            process.wait()
+    result = json.loads(out.read_text()) if out.exists() else None
+    return Outcome(process.returncode, said.read_text(), result, recovery)
+
+
+def _kill(victim: str, directory: Path, process: subprocess.Popen[bytes]) -> float:
+    time.sleep(DRAW.uniform(0.0, 0.5))
+    _until(lambda: victim in members(directory), process)
+    os.kill(members(directory)[victim], signal.SIGKILL)
+    began, before = time.monotonic(), progress(directory)
+    _until(lambda: all(now > then for now, then in zip(progress(directory), before, strict=True)), process)
+    return time.monotonic() - began
+
+
+def progress(directory: Path) -> list[int]:
+    """Steps that each worker has made."""
+    found = [0] * WORKERS
+    for worker in range(WORKERS):
+        with contextlib.suppress(OSError, ValueError):
+            found[worker] = int((directory / f"progress-{worker}").read_text())
+    return found
+
+
+def members(directory: Path) -> dict[str, int]:
+    """The job's living processes by the names of their logs."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            if str(directory / "log") not in (entry / "cmdline").read_text().split("\0"):
+                continue
+            env = dict(w.split("=", 1) for w in (entry / "environ").read_text().split("\0") if "=" in w)
+            role = env["TRAINING_ROLE"]
+            found[f"server-{env['ECHELON_SERVER']}" if role == "PSERVER" else f"rank-{env['RANK']}"] = int(entry.name)
+    return found
+
+
+def _until(holds: Any, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end, "the job stands still"
+        assert process.poll() is None, "the job ended early"
+        time.sleep(0.02)
+
+
+def faults(mode: str, outcome: Outcome, undisturbed: dict[str, Any] | None, steps: int = 60) -> list[str]:
+    """What is wrong with an outcome; nothing, it is hoped."""
+    if outcome.code or outcome.result is None:
+        return [f"ended with {outcome.code}: {outcome.said[-600:]}"]
+    wrong = []
+    if mode in ("sync", "exact hybrid"):
+        assert undisturbed is not None
+        for part in ("rows", "dense"):
+            for name, values in undisturbed[part].items():
+                if not np.array_equal(outcome.result[part][name], values):
+                    apart = np.abs(np.array(outcome.result[part][name]) - np.array(values)).max()
+                    wrong.append(f"{part} {name} differ from the undisturbed run by {apart:.3g}")
+    elif mode != "hybrid":  # whose dense part goes back to a checkpoint, and with it all workers
+        found = np.array(outcome.result["rows"]["counted"])
+        apart = np.abs(found - expected_counts(mode, steps)).max()
+        if apart > 1e-4:
+            wrong.append(f"rows are {apart:.3g} from where every push, applied once, would have moved them")
+    if mode in ("async", "bounded") and outcome.result["versions"] != [steps * WORKERS] * SERVERS:
+        wrong.append(f"versions {outcome.result['versions']}, expected {steps * WORKERS}")
+    return wrong
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser()
+    ask.add_argument("--kills", type=int, default=20)
+    ask.add_argument("--modes", nargs="*", default=list(MODES))
+    ask.add_argument("--out", type=Path)
+    asked = ask.parse_args()
+    place, steps = Path(tempfile.mkdtemp(prefix="faults-")), 20 + 12 * asked.kills
+    table: dict[str, Any] = {}
+    for mode in asked.modes:
+        plain = job(mode, [], place / f"{mode}-plain", steps=steps)
+        for kind, count in (("server", SERVERS), ("rank", WORKERS)):
+            victims = [f"{kind}-{n % count}" for n in range(asked.kills)]
+            for replica in (False, True) if kind == "server" else (False,):
+                where = place / f"{mode}-{kind}-{replica}"
+                ended = job(mode, victims, where, steps=steps, replica=replica)
+                wrong = faults(mode, ended, plain.result, steps)
+                name = f"{mode}, {kind}{', replica' if replica else ''}"
+                back = sorted(round(seconds, 2) for seconds in ended.recovery)
+                table[name] = {"kills": len(back), "wrong": wrong, "seconds until all had gone on": back}
+                middle, worst = (back[len(back) // 2], back[-1]) if back else (None, None)
+                said = f"gone on after {middle} s (median), {worst} s (worst); {wrong or 'all right'}"
+                print(f"{name:28} {len(back):3} kills, {said}", flush=True)
+                if asked.out:
+                    asked.out.write_text(json.dumps(table, indent=1))
+    sys.exit(any(row["wrong"] for row in table.values()))
+
+
+if __name__ == "__main__":
+    main()
