@@ -24,21 +24,8 @@ from echelon.nn import SparseEmbedding
 from echelon.ps.rules import Adagrad, Ftrl
 
 COLUMNS = [
-    "age",
-    "workclass",
-    "fnlwgt",
-    "education",
-    "education_num",
-    "marital_status",
-    "occupation",
-    "relationship",
-    "race",
-    "sex",
-    "capital_gain",
-    "capital_loss",
-    "hours_per_week",
-    "native_country",
-    "label",
+    *("age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship"),
+    *("race", "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country", "label"),
 ]
 NUMBERS = ["age", "education_num", "capital_gain", "capital_loss", "hours_per_week"]
 WORDS = ["workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country"]
