@@ -9,7 +9,7 @@ is the sum over its workers of examples a second after the warm-up, and ratios a
 within a round. The loss is the mean of the last 5 batches of each worker, after equally many examples for everyone.
 
 "bound" is the network alone on both cores at once: rows are there for nothing, but their gradient is computed, as any
-training must. ``--peers`` names a directory with the peers' scripts (run_paddle_ps.py, bench_tf_ps.py,
+training must. "from-file" reads the same rows as text through ``CtrFiles``. ``--peers`` names a directory with the peers' scripts (run_paddle_ps.py, bench_tf_ps.py,
 bench_torchrec.py), ``--environments`` one with a virtual environment for each (paddle300, tf, torchrec); without them
 Echelon runs alone.
 """
@@ -29,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ctr_work import write_criteo
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2
@@ -173,6 +175,7 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
     all_of_them += [
         ours("echelon-async-2-servers", "async", 2, given),
         ours("echelon-async-no-journal", "async", 1, given, "--no-journal"),
+        ours("echelon-async-from-file", "async", 1, given, "--files", str(given.file)),
     ]
     wanted = given.only.split(",") if given.only else []
     return [c for c in all_of_them if not wanted or c.name in wanted or c.name == "bound"]
@@ -248,7 +251,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
+    with tempfile.TemporaryDirectory(prefix="ctr-") as folder:
+        given.file = Path(folder) / "day.tsv"
+        race(given)
+
+
+def race(given: argparse.Namespace) -> None:
     everyone = {contender.name: contender for contender in contenders(given)}
+    if "echelon-async-from-file" in everyone:
+        write_criteo(given.file, WORKERS)
     for turn in range(given.rounds):
         for contender in everyone.values():
             if run := contender.turn():

@@ -5,6 +5,8 @@ Every contender trains on these batches: worker w's batch i is the same for all 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,6 +40,17 @@ def dealt(workers: int) -> tuple[Tensor, Tensor, Tensor]:
     joined = [np.stack(parts, 1) for parts in zip(*each, strict=True)]  # [count, workers, batch, ...]
     ids, numbers, labels = (torch.from_numpy(a.reshape(-1, *a.shape[3:])) for a in joined)
     return ids, numbers, labels
+
+
+def write_criteo(path: Path, workers: int) -> None:
+    """The same rows as a file, worker after worker, so that each reads its own; an id is written as a word."""
+    with path.open("w") as file:
+        for worker in range(workers):
+            ids, numbers, labels = batches(worker)
+            rows = zip(labels.reshape(-1), numbers.reshape(-1, NUMBERS), ids.reshape(-1, SLOTS), strict=True)
+            for label, counts, words in rows:
+                values = [f"{count:.4f}" for count in counts.tolist()] + [f"{word:08x}" for word in words.tolist()]
+                file.write(f"{label:.0f}\t" + "\t".join(values) + "\n")
 
 
 class Dense(nn.Module):

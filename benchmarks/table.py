@@ -65,7 +65,10 @@ def fill(table: Table, begin: int, end: int) -> None:
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Millions of rows a second; a batch's ids are made unique first, as a worker does."""
+    """Millions of rows a second; a batch's ids are made unique first, as a worker does.
+
+    The yardstick is numpy reading rows of a plain array whose places are known.
+    """
     table, rng = Table(table_of(options.dim)), np.random.default_rng(0)
     making = processor_seconds(lambda: fill(table, 0, options.ids))
     work = {
@@ -73,7 +76,9 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         "zipf 1.1": zipf(rng, 20 * BATCH, options.ids),
     }
     batches = {name: [dedupe(part)[0] for part in np.split(named(numbers), 20)] for name, numbers in work.items()}
+    places = {name: np.split(numbers, 20) for name, numbers in work.items()}
     grads = rng.standard_normal((BATCH, options.dim)).astype(np.float32)
+    array = np.ones((options.ids, options.dim), np.float32)
     figures: dict[str, list[float]] = {}
     for turn in range(options.rounds + 1):
         for name, parts in batches.items():
@@ -82,7 +87,9 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
             pushed = processor_seconds(
                 lambda parts=parts: [table.push(ids, grads[: len(ids)]) for ids in parts]  # type: ignore[misc]
             )
+            taken = processor_seconds(lambda name=name: [array[part] for part in places[name]])  # type: ignore[misc]
             if turn:  # the first round warms up
+                figures.setdefault(f"numpy's array[places] {name}", []).append(20 * BATCH / taken / 1e6)
                 figures.setdefault(f"pull {name}", []).append(rows / pulled / 1e6)
                 figures.setdefault(f"push {name}", []).append(rows / pushed / 1e6)
     medians = {
@@ -235,7 +242,7 @@ def main() -> None:
         results[name] = {**PARTS[name](options), "load before and after": [load, round(os.getloadavg()[0], 1)]}
         print(name)
         for what, value in results[name].items():
-            print(f"    {what:40} {value}")
+            print(f"    {what:52} {value}")
     print(json.dumps(results))
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

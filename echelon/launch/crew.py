@@ -170,6 +170,8 @@ class Crew:
         together = member.role == "worker" and self._bound.exists()
         if failure.explained and not (together and failure.secondary):
             return False
+        if member.role == "worker" and not together and any(server.exit_code == 0 for server in self._servers):
+            return False  # all had taken leave, and what it trained with is gone
         return (self._attempt if together else member.restarts) < self._max_restarts
 
     def _restart(self, member: Member, failure: Failure) -> None:
@@ -177,7 +179,6 @@ class Crew:
         _say(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
         end_sessions([member.session])  # its children
         self._start([member])
-        self._recall_servers(member)
 
     def _restart_workers(self, failure: Failure) -> None:
         self._attempt += 1
@@ -188,13 +189,8 @@ class Crew:
         for worker in self._workers:
             worker.restarts += 1
         self._tell_workers()
-        self._start(self._workers)
-        self._recall_servers(self._workers[0])
-
-    def _recall_servers(self, returned: Member) -> None:
-        """Servers that had ended because all workers had taken leave are needed by one that comes back."""
-        if returned.role == "worker":
-            self._start([server for server in self._servers if server.exit_code == 0])
+        # Servers that had ended because all had taken leave are needed again
+        self._start([server for server in self._servers if server.exit_code == 0] + self._workers)
 
     def _tell_workers(self) -> None:
         meeting = self._meet()

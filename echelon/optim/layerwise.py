@@ -47,6 +47,10 @@ class Layerwise(ForeachOptimizer):
             "sum_squares": self.sum_squares,
         }
 
+    def excludes(self, parameter: Tensor) -> bool:
+        """Whether this one gets neither weight decay nor a rate of its own."""
+        return parameter in self._excluded
+
     def _known(self, exclude: Iterable[Tensor]) -> set[Tensor]:
         owned = {param for group in self.param_groups for param in group["params"]}
         excluded = list(exclude)

@@ -131,6 +131,7 @@ class Dense:
         with self._mutex:
             settings, self.steps = json.loads(kept["groups"].tobytes())
             if self._optimizer is not None:
+                self._optimizer.state.clear()  # of moments that the kept ones do not have, too
                 self._adjust(settings)
             for number, stretch in enumerate(self._stretches):
                 own = {key.partition("/")[2]: a for key, a in kept.items() if key.partition("/")[0] == str(number)}

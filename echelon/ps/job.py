@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.errors import UsageError
+from echelon.optim.layerwise import Layerwise
 from echelon.ps.hashing import stable_hash
 from echelon.ps.placement import Piece, place
 from echelon.ps.spec import Block, DenseRule, JobSpec, Keeping, TableSpec
@@ -37,7 +38,7 @@ def make_job(
     seed: int,
 ) -> JobSpec:
     """``optimizer``: of the dense parameters that servers hold; None when they hold none."""
-    rule = DenseRule() if optimizer is None else dense_rule(optimizer)
+    rule = DenseRule() if optimizer is None else dense_rule(optimizer, parameters)
     blocks: tuple[Block, ...] = ()
     if optimizer is not None:
         blocks = place(
@@ -67,7 +68,7 @@ def make_job(
     )  # fmt: skip
 
 
-def dense_rule(optimizer: torch.optim.Optimizer) -> DenseRule:
+def dense_rule(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> DenseRule:
     """The optimizer by its name and settings, for servers to build their own."""
     kind = type(optimizer).__name__
     if kind not in KINDS:
@@ -75,7 +76,12 @@ def dense_rule(optimizer: torch.optim.Optimizer) -> DenseRule:
             f"servers do not know the optimizer {kind}; they know {', '.join(KINDS)}. Use one of them, or keep dense "
             "parameters with the workers: ParameterServer(dense='allreduce')"
         )
-    return DenseRule(kind=kind, groups=tuple(group_settings(optimizer)))  # type: ignore[arg-type]
+    groups = group_settings(optimizer)
+    if isinstance(optimizer, Layerwise):
+        for settings, group in zip(groups, optimizer.param_groups, strict=True):
+            left_out = {id(p) for p in group["params"] if optimizer.excludes(p)}
+            settings["exclude"] = [name for name, p in parameters.items() if id(p) in left_out]
+    return DenseRule(kind=kind, groups=tuple(groups))  # type: ignore[arg-type]
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

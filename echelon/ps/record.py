@@ -8,7 +8,7 @@
 Two kinds of checksum. What is small is under zlib's crc32. Arrays are under two sums over their 32-bit words w_1..w_n,
 both in 64 bits: S = sum of w_i and T = sum of i * w_i. A change of up to two words always shows: it moves S, or it
 moves one word by d and another by -d, and then T by d * (i - j), which is not 0 and too small to wrap. So does a
-stretch that reads as zeros, and a cut shows in the length. Measured on one core, per MB: crc32 475 us, the sums 28.
+stretch that reads as zeros, and a cut shows in the length. Per MB, on a busy machine: crc32 240 to 475 us, sums 30.
 """
 
 from __future__ import annotations

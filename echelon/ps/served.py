@@ -100,16 +100,34 @@ class Served:
         """What this worker left with the servers before it was restarted; None when it begins."""
         assert self.client is not None
         mine = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
-        if not self.dense or len(mine) < len(self._standing) or min(s["seq"] for s in mine) < 0:
+        if not self.dense or len(mine) < len(self._standing):
             return None
+        if not all(s["member"] for s in mine):
+            return self._join()
         seq = min(int(s["seq"]) for s in mine)
-        kept = self.client.ask(op="blob")[0]
-        blobs = dict(zip(kept.head["steps"], kept.arrays, strict=True))
+        if seq < 0:
+            return None
+        blobs = self._blobs()
         if seq not in blobs:
             raise UsageError(f"server 0 has no state of worker {self.worker} after step {seq}; start the job again")
         self.client.resume_at(seq + 1)
         self._begun = True
-        return bytes(blobs[seq])
+        return blobs[seq]
+
+    def _join(self) -> bytes | None:
+        """Take part in a job that is under way without this worker: because it is new, or had been given up."""
+        assert self.client is not None
+        step = int(self.client.links[0].call(Frame({"op": "join", "worker": self.worker})).head["step"])
+        self.client.resume_at(step)
+        self._begun = True
+        blobs = self._blobs()
+        return blobs[max(blobs)] if blobs else None
+
+    def _blobs(self) -> dict[int, bytes]:
+        """What server 0 keeps of this worker, by the push that it came with."""
+        assert self.client is not None
+        kept = self.client.links[0].call(Frame({"op": "blob", "worker": self.worker}))
+        return {int(seq): bytes(blob) for seq, blob in zip(kept.head["steps"], kept.arrays, strict=True)}
 
     def begin(self) -> None:
         """Let training start: worker 0's values of the dense parameters are everybody's."""

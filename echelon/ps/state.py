@@ -139,6 +139,8 @@ class State:
         with self.lock:
             if self.broken:
                 raise EchelonError(self.broken)
+            if self.closed:  # nothing writes changes down any more
+                raise PeerLost(f"server {self.server} is ending")
             if self.keeper is not None:
                 self.keeper.append(frame)
             answer = self.apply(frame)

@@ -134,12 +134,12 @@ def test_workers_that_never_come_are_named(tmp_path: Path):
     line = "echelon: server 0 has waited 0.3 s and no worker has opened a job; start the 3 workers"
     assert alone.lines()[1:] == [line]
 
-    some = ServerProcess(argv([endpoint], 0, trainers=3, join=1.5), tmp_path / "some")
+    some = ServerProcess(argv([endpoint], 0, trainers=3, join=3), tmp_path / "some")
     link = Link(endpoint)
     open_job(link, job_of(1, trainers=3), worker=1)
     assert some.wait() == 1
     link.close()
-    line = "echelon: server 0 has waited 1.5 s for workers 0, 2; start them, or fewer with trainers="
+    line = "echelon: server 0 has waited 3 s for workers 0, 2; start them, or fewer with trainers="
     assert some.lines()[1:] == [line]
 
 
@@ -147,16 +147,16 @@ def test_beats_keep_a_server_that_nobody_asks_anything_and_silence_ends_it(tmp_p
     endpoint = free_endpoint()
     table = TableSpec(name="t", dim=DIM, rule=Sgd())
     job = JobSpec(session="s", mode="async", trainers=1, servers=1, tables=(table,), patience=0.2)
-    server = ServerProcess(argv([endpoint], 0, join=1.0), tmp_path / "log")
+    server = ServerProcess(argv([endpoint], 0, join=2.0), tmp_path / "log")
     link = Link(endpoint)
     open_job(link, job)
     beats = Beats([endpoint], 0, every=0.1)
-    time.sleep(1.5)  # longer than the silence that ends it
+    time.sleep(2.5)  # longer than the silence that ends it
     assert pull(link, IDS).shape == (len(IDS), DIM)
     beats.close()
     link.close()
     assert server.wait() == 1
-    assert "has heard nothing of worker 0 for 1 s" in server.lines()[-1]
+    assert "has heard nothing of worker 0 for 2 s" in server.lines()[-1]
 
 
 def test_a_server_that_is_told_to_end_keeps_its_state(tmp_path: Path):

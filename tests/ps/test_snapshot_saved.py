@@ -60,7 +60,7 @@ def dense_of(shards):
     return {key: value.tobytes() for key, value in found.items()}
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 5), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (5, 2)])
 def test_another_number_of_servers_goes_on_with_the_same_numbers(tmp_path, before, after):
     """The loaded servers then take the same pushes as servers that were that many from the start."""
     one = shards_of(job_of(before), tmp_path / "a")
