@@ -9,9 +9,11 @@ is the sum over its workers of examples a second after the warm-up, and ratios a
 within a round. The loss is the mean of the last 5 batches of each worker, after equally many examples for everyone.
 
 "bound" is the network alone on both cores at once: rows are there for nothing, but their gradient is computed, as any
-training must. "from-file" reads the same rows as text through ``CtrFiles``. ``--peers`` names a directory with the peers' scripts (run_paddle_ps.py, bench_tf_ps.py,
-bench_torchrec.py), ``--environments`` one with a virtual environment for each (paddle300, tf, torchrec); without them
-Echelon runs alone.
+training must. "from-file" reads the same rows as text through ``CtrFiles``. "cpu" is processor time for one batch of
+one worker, servers included: other users of the machine move it far less than the clock.
+
+``--peers`` names a directory with the peers' scripts (run_paddle_ps.py, bench_tf_ps.py, bench_torchrec.py),
+``--environments`` one with a virtual environment for each (paddle300, tf, torchrec); without them Echelon runs alone.
 """
 
 from __future__ import annotations
@@ -54,6 +56,12 @@ class Run:
     def mean(self, name: str) -> float | None:
         values = [worker[name] for worker in self.workers if worker.get(name) is not None]
         return round(statistics.fmean(values), 4) if values else None
+
+    @property
+    def cpu(self) -> float:
+        """Processor milliseconds for one batch of one worker, servers included."""
+        workers = self.mean("cpu_ms_step_all") or self.mean("cpu_ms_step") or 0.0
+        return round(workers + (self.mean("servers_cpu_ms_step") or 0.0), 2)
 
 
 @dataclass
@@ -139,10 +147,13 @@ def paddle(given: argparse.Namespace) -> Contender:
         if not losses:
             losses.extend(results(once("run")))
         known = {worker["rank"]: worker for worker in losses}
-        found = results(once("dataset"))
+        printed = once("dataset")
+        found, servers = results(printed), re.search(r"SERVERS (\{.*\})", printed)
+        seconds = sum(json.loads(servers[1])["cpu_s"]) if servers else 0.0  # since they started
         for worker in found:
             fed = known.get(worker["rank"], {})
             worker.update({name: fed.get(name) for name in ("loss_first", "loss_last")}, ex_s_fed=fed.get("ex_s"))
+            worker["servers_cpu_ms_step"] = 1e3 * seconds / (given.steps + given.warmup) / WORKERS
         return "\n".join("RESULT " + json.dumps(worker) for worker in found)
 
     return Contender("paddle", start)
@@ -186,6 +197,12 @@ def ratio(one: Contender, other: Contender) -> float | None:
     return round(statistics.median(a / b for a, b in pairs), 3) if pairs else None
 
 
+def by_cpu(one: Contender, other: Contender) -> float | None:
+    """How many times as much work one does as the other with the same processor time."""
+    pairs = [(a.cpu, b.cpu) for a, b in zip(one.runs, other.runs, strict=True) if a and b]
+    return round(statistics.median(b / a for a, b in pairs), 3) if pairs else None
+
+
 def summary(one: Contender, everyone: dict[str, Contender]) -> dict[str, Any]:
     runs = [run for run in one.runs if run]
     if not runs:
@@ -201,20 +218,21 @@ def summary(one: Contender, everyone: dict[str, Contender]) -> dict[str, Any]:
         "times": {name: ratio(one, everyone[name]) for name in PEERS if name in everyone},
         "loss_first": last.mean("loss_first"),
         "loss_last": round(statistics.median(losses), 4) if losses else None,
-        "cpu_ms_step": last.mean("cpu_ms_step") or last.mean("cpu_ms_step_all"),
-        "servers_cpu_ms_step": last.mean("servers_cpu_ms_step"),
+        "cpu_ms": round(statistics.median(run.cpu for run in runs), 2),
+        "cpu_ms_servers": last.mean("servers_cpu_ms_step"),
+        "times_by_cpu": {name: by_cpu(one, everyone[name]) for name in ("bound", *PEERS) if name in everyone},
         **trips,
     }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    heads = ["examples/s", "of bound", *(f"x {peer}" for peer in PEERS), "loss"]
+    heads = ["examples/s", "of bound", *(f"x {peer}" for peer in PEERS), "loss", "cpu ms"]
     print("\n" + " " * 26 + "".join(f"{head:>12}" for head in heads) + "   pull p50/p99, push p50/p99")
     for row in rows:
         if row.get("failed"):
             print(f"{row['contender']:26} failed")
             continue
-        cells = [row["share_of_bound"], *(row["times"].get(peer) for peer in PEERS), row["loss_last"]]
+        cells = [row["share_of_bound"], *(row["times"].get(peer) for peer in PEERS), row["loss_last"], row["cpu_ms"]]
         shown = [str(row["ex_s"]), *("-" if value is None else f"{value:.3f}" for value in cells)]
         trips = [f"{row[name]['p50']}/{row[name]['p99']} ms" for name in ("pull_ms", "push_ms") if name in row]
         print(f"{row['contender']:26}" + "".join(f"{cell:>12}" for cell in shown) + "   " + ", ".join(trips))
@@ -263,7 +281,7 @@ def race(given: argparse.Namespace) -> None:
     for turn in range(given.rounds):
         for contender in everyone.values():
             if run := contender.turn():
-                cpu = f"cpu {run.mean('cpu_ms_step')} + {run.mean('servers_cpu_ms_step')} ms"
+                cpu = f"cpu {run.cpu} ms, {run.mean('servers_cpu_ms_step')} of it servers"
                 told = f"{run.ex_s:10.0f} ex/s, loss {run.mean('loss_last')}, {cpu}, {run.wall_s} s"
                 print(f"round {turn} {contender.name:26} {told}", flush=True)
     rows = [summary(contender, everyone) for contender in everyone.values()]

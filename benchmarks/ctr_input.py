@@ -149,7 +149,7 @@ def network(batch: int, steps: int = 100) -> float:
     """Examples a second and core that the network of the comparison takes, rows' gradient included."""
     from ctr_worker import bound
 
-    return batch * 1e3 / float(bound(steps, 10, gradient=True)["cpu_ms_step"])
+    return batch * 1e3 / float(bound(steps, 10)["cpu_ms_step"])
 
 
 def measure(path: Path, packed: Path, short: Path, batch: int, rounds: int) -> dict[str, object]:

@@ -125,9 +125,19 @@ def serve(
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a directory whose newest is taken.")],
-    out: Annotated[str, typer.Argument(help="The safetensors file to write.")],
+    out: Annotated[str, typer.Argument(help="The file to write: .safetensors, or .parquet for a sparse table.")],
+    *,
+    table: Annotated[
+        str | None, typer.Option(help="The sparse table to write, in place of the model's weights.")
+    ] = None,
 ) -> None:
-    """Write a checkpoint's weights into one safetensors file."""
+    """Write a checkpoint's weights, or one of its sparse tables, into one file."""
+    if table is not None or out.endswith(".parquet"):
+        from echelon.ps.export import export_checkpoint
+
+        count = export_checkpoint(checkpoint, out, table)
+        print(f"echelon: {count:,} rows of {checkpoint} written to {out}")
+        return
     from echelon.checkpoint import export as write
     from echelon.checkpoint import find
 

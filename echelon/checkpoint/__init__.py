@@ -3,10 +3,31 @@
 Tensors lie in safetensors files, everything else in one JSON index; nothing in a checkpoint is ever unpickled.
 """
 
-from echelon.checkpoint.layout import find, latest
-from echelon.checkpoint.stored import Stored, verify
-from echelon.checkpoint.weights import export
-from echelon.checkpoint.writer import Writer
-from echelon.errors import CheckpointError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.checkpoint.layout import find, latest
+    from echelon.checkpoint.stored import Stored, verify
+    from echelon.checkpoint.weights import export
+    from echelon.checkpoint.writer import Writer
+    from echelon.errors import CheckpointError
 
 __all__ = ["CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]
+
+#: Brought in when asked for: torch's planners take 0.6 s, and a server that comes back needs none of them.
+_HOMES = {
+    "CheckpointError": "echelon.errors",
+    "Stored": "echelon.checkpoint.stored",
+    "Writer": "echelon.checkpoint.writer",
+    "export": "echelon.checkpoint.weights",
+    "find": "echelon.checkpoint.layout",
+    "latest": "echelon.checkpoint.layout",
+    "verify": "echelon.checkpoint.stored",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'echelon.checkpoint' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

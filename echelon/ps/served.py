@@ -278,6 +278,18 @@ class Served:
         if asks:
             self.client.ask(op="load", path=str((checkpoint.parent / Path(name).name).absolute()))
 
+    def export(self, path: str | Path, table: str, since: int | None = None) -> int:
+        """Servers write a table to Parquet or safetensors, as the name ends; its version.
+
+        since: an earlier export's version: only what has changed after it
+        With several servers ``path`` becomes a directory with a file of each.
+        """
+        assert self.client is not None
+        self.client.settle()
+        kind = "parquet" if str(path).endswith(".parquet") else "safetensors"
+        told = self.client.ask(op="export", path=str(Path(path).absolute()), table=table, format=kind, since=since)
+        return max(int(answer.head["version"]) for answer in told)
+
     def stats(self) -> list[dict[str, Any]]:
         """What each server says of itself."""
         assert self.client is not None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.errors import EchelonError, MismatchError
+from echelon.errors import EchelonError, MismatchError, PeerLost
 from echelon.ps.dense import Dense
 from echelon.ps.frame import Frame
 from echelon.ps.members import Beats, Members, Seat
