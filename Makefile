@@ -31,3 +31,4 @@ $(READY): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build runs log .mypy_cache .ruff_cache .pytest_cache
+	find echelon -name '*.nb[ic]' -delete

@@ -126,9 +126,9 @@ def random_state(stream: int, device: torch.device) -> dict[str, Tensor]:
     version, internal, gauss_next = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy": torch.from_numpy(np.concatenate([keys, [position, has_gauss]]).astype(np.int64)),
         "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-        "python": torch.tensor([version, *internal], dtype=torch.int64),
+        "python": torch.from_numpy(np.array([version, *internal], np.int64)),  # a quarter of the time of torch.tensor
         "python_gauss": torch.tensor([float("nan") if gauss_next is None else gauss_next], dtype=torch.float64),
     }
     if device.type == "cuda":

@@ -82,7 +82,36 @@ def test_experts_learn_what_one_dense_layer_cannot(tmp_path: Path) -> None:
     assert found["experts"][1:] == ["8,704", "4,416"]  # half of the experts, and the whole gate
 
 
+def served(name: str, *args: object, servers: int, cwd: Path) -> str:
+    ended = echelon("run", "--servers", servers, "--workers", 2, EXAMPLES / name, *args, cwd=cwd)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def test_wide_and_deep_ranks_the_rich_first(tmp_path: Path) -> None:
+    out = served("wide_deep.py", "--mode", "sync", servers=1, cwd=tmp_path)
+    found = re.search(r"sync: AUC ([\d.]+) on 4,000 people", out)
+    assert found, out
+    assert float(found[1]) > 0.93
+
+
+def test_deepfm_learns_on_two_servers(tmp_path: Path) -> None:
+    out = served("deepfm.py", "--mode", "hybrid", servers=2, cwd=tmp_path)
+    found = re.search(r"hybrid: loss ([\d.]+) -> ([\d.]+); ([\d,]+) rows on the servers", out)
+    assert found, out
+    assert float(found[2]) < float(found[1]) - 0.05
+    assert int(found[3].replace(",", "")) > 1000
+
+
+def test_words_find_their_topic(tmp_path: Path) -> None:
+    out = served("word2vec.py", "--mode", "async", servers=1, cwd=tmp_path)
+    found = re.search(r"async: nearest neighbour of the same topic: (\d+)% -> (\d+)%", out)
+    assert found, out
+    assert int(found[1]) < 30
+    assert int(found[2]) > 90
+
+
 def test_every_example_is_tested() -> None:
     tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
-    tested |= {"experts.py", "many_classes.py", "pipeline.py"}
+    tested |= {"experts.py", "many_classes.py", "pipeline.py", "deepfm.py", "wide_deep.py", "word2vec.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
