@@ -9,8 +9,9 @@ is the sum over its workers of examples a second after the warm-up, and ratios a
 within a round. The loss is the mean of the last 5 batches of each worker, after equally many examples for everyone.
 
 "bound" is the network alone on both cores at once: rows are there for nothing, but their gradient is computed, as any
-training must. "from-file" reads the same rows as text through ``CtrFiles``. "cpu" is processor time for one batch of
-one worker, servers included: other users of the machine move it far less than the clock.
+training must. "from-file" reads the same rows as text through ``CtrFiles``. TensorFlow's script trains all workers on
+worker 0's batches, so that each is seen twice; the loss to put beside its own is that of "same-data". "cpu" is
+processor time for one batch of one worker, servers included: neighbours on the machine move it less than the clock.
 
 ``--peers`` names a directory with the peers' scripts (run_paddle_ps.py, bench_tf_ps.py, bench_torchrec.py),
 ``--environments`` one with a virtual environment for each (paddle300, tf, torchrec); without them Echelon runs alone.
@@ -186,6 +187,7 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
     all_of_them += [
         ours("echelon-async-2-servers", "async", 2, given),
         ours("echelon-async-no-journal", "async", 1, given, "--no-journal"),
+        ours("echelon-async-same-data", "async", 1, given, "--same-data"),
         ours("echelon-async-from-file", "async", 1, given, "--files", str(given.file)),
     ]
     wanted = given.only.split(",") if given.only else []
@@ -246,7 +248,8 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
         for peer, wanted in targets.items():
             if name not in by_name or peer not in by_name:
                 continue
-            got, losses = by_name[name]["times"][peer], (by_name[name]["loss_last"], by_name[peer]["loss_last"])
+            alike = by_name.get("echelon-async-same-data", by_name[name]) if peer == "tf" else by_name[name]
+            got, losses = by_name[name]["times"][peer], (alike["loss_last"], by_name[peer]["loss_last"])
             word = "reached" if got >= wanted else "MISSED"
             lines.append(f"{name}: {got:.2f}x {peer}, wanted {wanted}x: {word}; loss {losses[0]} beside {losses[1]}")
     return lines

@@ -34,9 +34,12 @@ def batches(worker: int, count: int = BATCHES) -> Arrays:
     return ids, numbers, labels
 
 
-def dealt(workers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """All workers' batches in one order, which a loader without shuffling deals out again as they were."""
-    each = [batches(worker) for worker in range(workers)]
+def dealt(workers: int, *, same: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """All workers' batches in one order, which a loader without shuffling deals out again as they were.
+
+    ``same``: every worker has worker 0's.
+    """
+    each = [batches(0)] * workers if same else [batches(worker) for worker in range(workers)]
     joined = [np.stack(parts, 1) for parts in zip(*each, strict=True)]  # [count, workers, batch, ...]
     ids, numbers, labels = (torch.from_numpy(a.reshape(-1, *a.shape[3:])) for a in joined)
     return ids, numbers, labels

@@ -185,7 +185,7 @@ def _data(given: argparse.Namespace) -> Any:
 
     if given.files:
         return echelon.data.CtrFiles(given.files, format="criteo")
-    return dealt(max(echelon.worker_num(), 1))
+    return dealt(max(echelon.worker_num(), 1), same=given.same_data)
 
 
 def main() -> None:
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--accumulator", type=float, default=0.0, help="Adagrad's first value for rows")
+    parser.add_argument("--same-data", action="store_true", help="every worker trains on worker 0's batches")
     parser.add_argument("--files")
     parser.add_argument("--meet", type=Path, help="an empty folder in which workers wait for each other")
     parser.add_argument("--journal", action=argparse.BooleanOptionalAction, default=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,14 @@ from echelon.parallel.layout import Layout, Part
 from echelon.state import (
     decode,
     encode,
+    from_bytes,
     model_aliases,
     model_tensors,
     optimizer_state,
     random_state,
     restore_optimizers,
     restore_random_state,
+    to_bytes,
 )
 from echelon.strict import require, strict
 from echelon.world import World, seed_for_rank
@@ -75,6 +76,7 @@ class Keeper:
         self._holdings, self._optimizers, self._gradients = parts.holdings, parts.optimizers, parts.gradients
         self._scaler, self._local = parts.scaler, parts.local
         self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
+        self._buffers = dict(parts.holdings.model.named_buffers())
 
     def due(self, step: int) -> bool:
         """Whether the run asked for a checkpoint at this step."""
@@ -151,32 +153,23 @@ class Keeper:
 
     def leave_behind(self, step: int) -> bytes:
         """What this process needs to go on after ``step`` when others keep the weights."""
-        from safetensors.torch import save
-
-        tensors = {
-            **random_state(self._stream, self._world.device),
-            **{f"buffer.{name}": value for name, value in self._holdings.model.named_buffers()},
-        }
+        tensors = random_state(self._stream, self._world.device)
+        tensors |= {f"buffer.{name}": value for name, value in self._buffers.items()}
         facts = {
             "step": step,
             "loaders": [loader.state_dict() for loader in self._loaders],
             "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
             "scaler": self._scaler.facts(),
         }
-        return save({k: v.cpu().contiguous() for k, v in tensors.items()}, {"facts": json.dumps(facts)})
+        return to_bytes(tensors, facts)
 
     def take_up(self, left: bytes) -> int:
         """Go on from what ``leave_behind`` made; returns its step."""
-        from safetensors.torch import load
-
-        size = int.from_bytes(left[:8], "little")
-        facts: dict[str, Any] = json.loads(json.loads(left[8 : 8 + size])["__metadata__"]["facts"])
-        tensors = load(left)
-        restore_random_state(
-            self._stream, self._world.device, {k: v for k, v in tensors.items() if k.startswith("rng.")}
-        )
+        tensors, facts = from_bytes(left)
+        random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
+        restore_random_state(self._stream, self._world.device, random)
         with torch.no_grad():
-            for name, value in self._holdings.model.named_buffers():
+            for name, value in self._buffers.items():
                 value.copy_(tensors[f"buffer.{name}"])
         self._restore_schedulers(facts["schedulers"])
         self._scaler.restore(facts["scaler"])

@@ -11,6 +11,8 @@ rng.<stream>.<generator>              the random streams; ranks that share a bat
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import random
 from collections import Counter
@@ -119,21 +121,54 @@ def _load(
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
+def to_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """A few small tensors and facts as one piece, quickly made: it goes along with every push of a worker."""
+    from echelon.checkpoint.dtypes import bytes_of, name_of
+
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    shapes = [[name, name_of(value.dtype), list(value.shape)] for name, value in plain.items()]
+    head = json.dumps({"facts": facts, "tensors": shapes}).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *(bytes_of(value) for value in plain.values())])
+
+
+def from_bytes(kept: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The reverse."""
+    from echelon.checkpoint.dtypes import dtype_named, nbytes, tensor_of
+
+    at = 8 + int.from_bytes(kept[:8], "little")
+    head = json.loads(kept[8:at])
+    tensors: dict[str, Tensor] = {}
+    for name, kind, shape in head["tensors"]:
+        dtype = dtype_named(kind)
+        assert dtype is not None
+        size = nbytes(dtype, shape)
+        tensors[name] = tensor_of(np.frombuffer(kept[at : at + size], np.uint8).copy(), dtype, shape)
+        at += size
+    return tensors, head["facts"]
+
+
 def random_state(stream: int, device: torch.device) -> dict[str, Tensor]:
     """Where this process's random generators are, under the number of its stream."""
     legacy: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = legacy
-    version, internal, gauss_next = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
         "numpy": torch.from_numpy(np.concatenate([keys, [position, has_gauss]]).astype(np.int64)),
-        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-        "python": torch.from_numpy(np.array([version, *internal], np.int64)),  # a quarter of the time of torch.tensor
-        "python_gauss": torch.tensor([float("nan") if gauss_next is None else gauss_next], dtype=torch.float64),
+        "numpy_gauss": torch.from_numpy(np.array([gauss], np.float64)),
+        **_python_state(random.getstate()),
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return {f"rng.{stream}.{name}": value for name, value in state.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _python_state(state: tuple[int, tuple[int, ...], float | None]) -> dict[str, Tensor]:
+    """Rarely another than the last time: few training steps draw from Python's own generator."""
+    version, internal, gauss = state
+    numbers = np.array([version, *internal], np.int64)
+    gaussian = np.array([math.nan if gauss is None else gauss], np.float64)
+    return {"python": torch.from_numpy(numbers), "python_gauss": torch.from_numpy(gaussian)}
 
 
 def restore_random_state(stream: int, device: torch.device, stored: Mapping[str, Tensor]) -> None:

@@ -108,3 +108,13 @@ def test_only_a_few_blocks_are_ever_held(workers, prefetch):
         most = max(most, len(data.fetched) - step)
     assert most <= 1 + max(1, workers) + prefetch
     assert data.fetched == list(range(50)), "in the order of the pass, each once"
+
+
+def test_other_blocks_cannot_go_on_in_the_middle_of_a_shuffled_epoch():
+    """They would be mixed in another way, so that rows were lost or seen twice."""
+    _, state = epoch(Numbered([10] * 6), stop=2, batch_size=8)
+    with pytest.raises(DataError, match="blocks=6, this loader has blocks=3"):
+        epoch(Numbered([20] * 3), state=state, batch_size=8)
+    seen, state = epoch(Numbered([10] * 6), stop=2, batch_size=8, shuffle=False)
+    rest = epoch(Numbered([20] * 3), state=state, batch_size=8, shuffle=False)
+    assert [row for _, rows in seen + rest for row in rows] == list(range(60))

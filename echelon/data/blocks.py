@@ -125,6 +125,7 @@ class BlockSource:
         self._dataset, self._options = dataset, options
         self._rows = sum(dataset.block_rows)
         self.size: int | None = self._rows
+        self.blocks = len(dataset.block_rows)
         if problem := too_few(self._rows, options.uneven, options.world_size, options.global_batch):
             raise DataError(problem)
 

@@ -186,6 +186,8 @@ class Loader:
             facts["shuffle_buffer"] = options.shuffle_buffer
         if isinstance(self._source, ShardSource | BlockSource):
             facts["world_size"] = options.world_size
+        if isinstance(self._source, BlockSource) and options.shuffle:
+            facts["blocks"] = self._source.blocks
         facts["bucket_window"] = options.bucket_window if options.lengths is not None else 0
         return facts
 

@@ -22,6 +22,7 @@ class Blocks:
         self._parameters = parameters
         self._homes = [[block for block in blocks if block.server == server] for server in range(servers)]
         self._sizes = [sum(block.length for block in home) for home in self._homes]
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
 
     def values(self) -> list[Floats]:
         return self._flat(lambda parameter: parameter.detach())
@@ -32,13 +33,16 @@ class Blocks:
 
     def install(self, values: Sequence[Floats]) -> None:
         """The servers' values into the parameters."""
-        with torch.no_grad():
-            for home, flat in zip(self._homes, values, strict=True):
-                received, at = torch.from_numpy(_writable(flat)), 0
-                for block in home:
-                    part = self._parameters[block.parameter].view(-1)[block.offset : block.offset + block.length]
-                    part.copy_(received[at : at + block.length])
-                    at += block.length
+        for home, flat in zip(self._homes, values, strict=True):
+            at = 0
+            for block in home:
+                whole = self._parameters[block.parameter].data.view(-1)
+                part, received = whole[block.offset : block.offset + block.length], flat[at : at + block.length]
+                if self._on_cpu:
+                    np.copyto(part.numpy(), received)
+                else:
+                    part.copy_(torch.from_numpy(received.copy()))
+                at += block.length
 
     def _flat(self, of: Callable[[nn.Parameter], Tensor | None]) -> list[Floats]:
         return [self._joined(home, size, of) for home, size in zip(self._homes, self._sizes, strict=True)]
@@ -54,11 +58,6 @@ class Blocks:
                 part.copy_(value.reshape(-1)[block.offset : block.offset + block.length])
             at += block.length
         return flat.numpy()
-
-
-def _writable(flat: Floats) -> Floats:
-    """torch wants memory that it could write to, though it only reads here."""
-    return flat if flat.flags.writeable else flat.copy()
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

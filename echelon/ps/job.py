@@ -62,7 +62,8 @@ def make_job(
         compensate=settings.compensate,
         patience=settings.patience,
         keeping=Keeping(
-            journal=settings.journal, replica=settings.replica, snapshot_every=settings.snapshot_every
+            journal=settings.journal, replica=settings.replica, snapshot_every=settings.snapshot_every,
+            journal_mb=settings.journal_mb
         ),
         device=settings.server_device,
     )  # fmt: skip

@@ -21,8 +21,6 @@ from echelon.ps.saved import Saved, check, fill, save_part
 from echelon.ps.snapshot import write
 from echelon.ps.spec import Keeping
 
-#: A snapshot is due when the journal since the last one is as long as this.
-JOURNAL_LIMIT = 256 << 20
 #: A chain of more deltas is made a base again, however small they are.
 MAX_DELTAS = 256
 #: Seconds until a replica that fell behind is tried again.
@@ -40,7 +38,7 @@ class Keeper:
     """Keeps one shard under ``directory``.
 
     mirror:         carries a frame to the next server; with ``settings.replica`` the journal goes there too
-    journal_limit:  bytes of journal that call for a snapshot before its time
+    journal_limit:  bytes of journal that call for a snapshot before its time; None: as the settings say
     fsync:          put every record on the disk before it is answered: survives a power cut, costs milliseconds
     """
 
@@ -51,11 +49,11 @@ class Keeper:
         settings: Keeping,
         mirror: Callable[[Frame], Frame] | None = None,
         *,
-        journal_limit: int = JOURNAL_LIMIT,
+        journal_limit: int | None = None,
         fsync: bool = False,
     ) -> None:
         self._shard, self._directory, self._settings = shard, directory, settings
-        self._limit, self._fsync = journal_limit, fsync
+        self._limit, self._fsync = journal_limit or settings.journal_mb << 20, fsync
         self._manifest: Manifest | None = None
         self._segment: Segment | None = None
         self._next_segment = 1

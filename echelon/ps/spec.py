@@ -97,11 +97,13 @@ class Keeping:
     journal:         write every push to a journal before it is answered, so that kill -9 loses none
     replica:         and to the next server, so that losing the host loses none
     snapshot_every:  seconds between snapshots (base, then deltas); the journal before it can go
+    journal_mb:      a longer journal calls for a snapshot before its time; some 2 s of replay a thousand
     """
 
     journal: bool = True
     replica: bool = False
     snapshot_every: float = 60.0
+    journal_mb: int = 2048
 
 
 @strict

@@ -257,7 +257,7 @@ class ParameterServer:
     split_method:   deals blocks out: "round_robin", "hash_name", or a function (block names, servers) -> servers
     prefetch:       read the next batch's rows while this one computes (async: they miss this step's own update)
     server_device:  where servers keep dense blocks: "cpu" or "cuda"
-    journal, replica, snapshot_every: what servers do for their state's safety, see docs/parameter_server.md
+    journal, replica, snapshot_every, journal_mb: what servers do for their state's safety, see docs/parameter_server.md
     patience:       seconds to wait for a worker that fell silent
     timeout:        seconds to wait for a server that fell silent
     """
@@ -276,6 +276,7 @@ class ParameterServer:
     journal: bool = True
     replica: bool = False
     snapshot_every: float = 60.0
+    journal_mb: int = 2048
     patience: float = 60.0
     timeout: float = 120.0
 
