@@ -55,6 +55,7 @@ class Dense:
         self._mutex = threading.Lock()
         self._values: Floats | None = None
         self._stretches = _stretches(self.blocks, job.dense)
+        self._runs = _runs(self._stretches)
         self._parameters = _parameters(self._stretches, torch.device(job.device))
         self._optimizer = _optimizer(job.dense, self._stretches, self._parameters) if self.size else None
 
@@ -158,13 +159,17 @@ class Dense:
     # ---- flat and in parameters ----
 
     def _scatter(self, flat: Floats, targets: Sequence[Tensor]) -> None:
-        for stretch in self._stretches:
-            _paste(targets[stretch.home], flat[stretch.start : stretch.stop], stretch)
+        for start, stop, home, at in self._runs:
+            part = targets[home].detach().view(-1)[at : at + stop - start]
+            if part.device.type == "cpu":
+                np.copyto(part.numpy(), flat[start:stop])
+            else:
+                part.copy_(torch.from_numpy(flat[start:stop].copy()))
 
     def _gathered(self, sources: Sequence[Tensor]) -> Floats:
         flat = np.empty(self.size, np.float32)
-        for stretch in self._stretches:
-            flat[stretch.start : stretch.stop] = _cut(sources[stretch.home], stretch)
+        for start, stop, home, at in self._runs:
+            flat[start:stop] = sources[home].detach().view(-1)[at : at + stop - start].cpu().numpy()
         return flat
 
 
@@ -244,6 +249,19 @@ def _stretches(blocks: list[Block], rule: DenseRule) -> list[Stretch]:
         filled[block.group] += block.length
         start += block.length
     return found
+
+
+def _runs(stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:
+    """Neighbours both in the flat values and in their parameter are copied as one: (start, stop, home, at)."""
+    runs: list[tuple[int, int, int, int]] = []
+    for stretch in stretches:
+        if runs:
+            start, stop, home, at = runs[-1]
+            if (stop, home, at + stop - start) == (stretch.start, stretch.home, stretch.at):
+                runs[-1] = (start, stretch.stop, home, at)
+                continue
+        runs.append((stretch.start, stretch.stop, stretch.home, stretch.at))
+    return runs
 
 
 def _parameters(stretches: list[Stretch], device: torch.device) -> list[nn.Parameter]:
