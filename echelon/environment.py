@@ -27,6 +27,9 @@ PADDLE_SERVERS = ("PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_PSERVER_ENDPOINTS")
 POD_IP, PADDLE_PORT = "POD_IP", "PADDLE_PORT"
 #: The secret that servers ask of whoever calls, and the name of this run of the job.
 PS_TOKEN, PS_SESSION = "ECHELON_PS_TOKEN", "ECHELON_PS_SESSION"
+#: The token in a file; certificates and keys as PEM files: one's own, whom to trust, whose clients to let in.
+PS_TOKEN_FILE, PS_CERT, PS_KEY = "ECHELON_PS_TOKEN_FILE", "ECHELON_PS_CERT", "ECHELON_PS_KEY"
+PS_CA, PS_CLIENT_CA = "ECHELON_PS_CA", "ECHELON_PS_CLIENT_CA"
 #: The directory in which servers keep their state; seconds to wait for a role that has not come.
 PS_STATE, PS_JOIN_TIMEOUT = "ECHELON_PS_STATE", "ECHELON_PS_JOIN_TIMEOUT"
 #: The file by which workers that joined torch.distributed tell their launcher that they stand and fall together.

@@ -111,7 +111,7 @@ def _listed_endpoints(pservers: str, wanted: int | None) -> tuple[tuple[str, ...
     endpoints = parse_endpoints(pservers)
     if wanted == 0:
         return endpoints, ()
-    addresses = [network.resolve(split_endpoint(one)[0], "--pservers") for one in endpoints]
+    addresses = [network.resolve(split_endpoint(one)[0].strip("[]"), "--pservers") for one in endpoints]
     local = tuple(index for index, address in enumerate(addresses) if network.is_local(address))
     if wanted is not None and wanted != len(local):
         raise UsageError(

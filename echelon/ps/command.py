@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from echelon.environment import PADDLE_SERVERS
+from echelon.environment import PADDLE_SERVERS, PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
 from echelon.errors import PeerLost, UsageError
 from echelon.ps.read_only import serve_checkpoint
 from echelon.ps.role import find_role
-from echelon.ps.security import AUTHORITY, CERTIFICATE, CLIENT_AUTHORITY, KEY, Security
+from echelon.ps.security import Security
 from echelon.ps.serve import end, serve
 
 #: What each option stands for.
-VARIABLES = {"tls_cert": CERTIFICATE, "tls_key": KEY, "tls_ca": AUTHORITY, "client_ca": CLIENT_AUTHORITY}
+VARIABLES = {"tls_cert": PS_CERT, "tls_key": PS_KEY, "tls_ca": PS_CA, "client_ca": PS_CLIENT_CA}
 
 
 def serve_by_hand(

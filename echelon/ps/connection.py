@@ -11,9 +11,10 @@ from typing import Any
 
 from pyarrow import flight
 
-from echelon.environment import PS_TOKEN
+from echelon.environment import PS_CA, PS_CERT, PS_KEY, PS_TOKEN
 from echelon.ps.frame import Frame
-from echelon.ps.security import AUTHORITY, CERTIFICATE, KEY, Security, split_endpoint
+from echelon.ps.role import split_endpoint
+from echelon.ps.security import Security
 from echelon.ps.wire import SCHEMA, from_batch
 
 #: Names the one kind of stream there is.
@@ -89,10 +90,10 @@ def refusal(error: BaseException, security: Security) -> str | None:
         return f"does not take this process's token; set {PS_TOKEN} to the same value on workers and servers"
     text = str(error)
     if "wrong version number" in text.lower():
-        return f"does not speak TLS, as {AUTHORITY} asks for; give the server {CERTIFICATE} and {KEY}, or unset it here"
+        return f"does not speak TLS, as {PS_CA} asks for; give the server {PS_CERT} and {PS_KEY}, or unset it here"
     if "certificate verify failed" in text:
         why = text.rpartition("certificate verify failed: ")[2].split(". gRPC")[0]
-        return f"has a certificate that {security.authority} has not signed ({why}); set {AUTHORITY} to the right one"
+        return f"has a certificate that {security.authority} has not signed ({why}); set {PS_CA} to the right one"
     return None
 
 
@@ -109,11 +110,11 @@ def turned_away(error: BaseException, endpoint: str, security: Security) -> str 
     if security.authority is not None and security.certificate is not None:
         context.load_cert_chain(security.certificate, security.key)
     if security.authority is None:
-        line = f"speaks TLS; set {AUTHORITY} to the file of the authority that signed its certificate"
+        line = f"speaks TLS; set {PS_CA} to the file of the authority that signed its certificate"
         return None if _speaks(endpoint, context) is None else line
     if any(_speaks(endpoint, context) != "" for _ in range(2)):
         return None
-    return f"lets in only clients whose certificate it trusts; set {CERTIFICATE} and {KEY} to one that it does"
+    return f"lets in only clients whose certificate it trusts; set {PS_CERT} and {PS_KEY} to one that it does"
 
 
 def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:

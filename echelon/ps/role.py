@@ -105,11 +105,11 @@ def find_role(
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """``host:port`` in its two parts; an IPv6 host stands in brackets, which are taken off."""
+    """``host:port`` in its two parts; an IPv6 host stands in brackets. Port 0: any free one, for a server."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"'{endpoint}' is no endpoint; write HOST:PORT, for example 127.0.0.1:6174")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def parse_endpoints(given: str | Sequence[str]) -> tuple[str, ...]:

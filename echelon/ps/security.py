@@ -18,12 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.environment import PS_TOKEN
+from echelon.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY, PS_TOKEN, PS_TOKEN_FILE
 from echelon.errors import UsageError
-
-TOKEN_FILE = "ECHELON_PS_TOKEN_FILE"
-CERTIFICATE, KEY = "ECHELON_PS_CERT", "ECHELON_PS_KEY"
-AUTHORITY, CLIENT_AUTHORITY = "ECHELON_PS_CA", "ECHELON_PS_CLIENT_CA"
 
 #: The header that carries the token, in the form that HTTP gives it.
 HEADER, SCHEME = "authorization", "Bearer "
@@ -41,11 +37,11 @@ class Security:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise UsageError(f"TLS needs a certificate and its key; set both {CERTIFICATE} and {KEY}")
+            raise UsageError(f"TLS needs a certificate and its key; set both {PS_CERT} and {PS_KEY}")
         if self.client_authority is not None and self.certificate is None:
             raise UsageError(
-                f"client certificates are asked for ({CLIENT_AUTHORITY}), but the server has none itself; "
-                f"set {CERTIFICATE} and {KEY}"
+                f"client certificates are asked for ({PS_CLIENT_CA}), but the server has none itself; "
+                f"set {PS_CERT} and {PS_KEY}"
             )
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):
             raise UsageError(f"a token must be printable ASCII and not empty; set another {PS_TOKEN}")
@@ -55,9 +51,9 @@ class Security:
         """What the environment says; a token that is given wins."""
         env = os.environ if env is None else env
         token = token or env.get(PS_TOKEN) or None
-        if token is None and env.get(TOKEN_FILE):
-            token = _read(Path(env[TOKEN_FILE])).decode("utf-8", "replace").strip()
-        names = (CERTIFICATE, KEY, AUTHORITY, CLIENT_AUTHORITY)
+        if token is None and env.get(PS_TOKEN_FILE):
+            token = _read(Path(env[PS_TOKEN_FILE])).decode("utf-8", "replace").strip()
+        names = (PS_CERT, PS_KEY, PS_CA, PS_CLIENT_CA)
         return cls(token, *(Path(env[name]) if env.get(name) else None for name in names))
 
     def admits(self, headers: Mapping[str, list[str | bytes]]) -> bool:
@@ -76,7 +72,7 @@ class Security:
             return
         raise UsageError(
             f"a server on {host} can be reached from other hosts, but asks nobody who they are; "
-            f"set {PS_TOKEN} everywhere, or {CERTIFICATE}, {KEY} and {CLIENT_AUTHORITY}, or listen on 127.0.0.1"
+            f"set {PS_TOKEN} everywhere, or {PS_CERT}, {PS_KEY} and {PS_CLIENT_CA}, or listen on 127.0.0.1"
         )
 
     def server_location(self, host: str, port: int) -> str:
@@ -110,14 +106,6 @@ class Security:
 
 #: No token, no TLS: for one host.
 OPEN = Security()
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """``host:port`` in its two parts; an IPv6 host stands in brackets. Port 0: any free one, for a server."""
-    host, colon, port = endpoint.rpartition(":")
-    if not (colon and host and port.isdigit() and int(port) < 65536):
-        raise UsageError(f"'{endpoint}' is no endpoint; write HOST:PORT, for example 127.0.0.1:6174")
-    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

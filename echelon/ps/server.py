@@ -20,7 +20,8 @@ from pyarrow import flight
 from echelon.errors import EchelonError, UsageError
 from echelon.ps.connection import STREAM, one_line, quiet_grpc
 from echelon.ps.frame import Frame
-from echelon.ps.security import OPEN, Security, split_endpoint
+from echelon.ps.role import split_endpoint
+from echelon.ps.security import OPEN, Security
 from echelon.ps.wire import SCHEMA, from_batch, to_batch
 
 Handler = Callable[[Frame, Callable[[], bool]], Frame]

@@ -218,7 +218,7 @@ def main() -> None:
         plain = job(mode, [], place / f"{mode}-plain", steps=steps)
         for kind, count in (("server", SERVERS), ("rank", WORKERS)):
             victims = [f"{kind}-{n % count}" for n in range(asked.kills)]
-            for replica in (False, True) if kind == "server" else (False,):
+            for replica in (False, True) if (kind, mode) == ("server", "async") else (False,):
                 where = place / f"{mode}-{kind}-{replica}"
                 ended = job(mode, victims, where, steps=steps, replica=replica)
                 wrong = faults(mode, ended, plain.result, steps)

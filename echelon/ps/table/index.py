@@ -3,7 +3,7 @@
 A value of 0 or more is the slot of a record, EMPTY a free place, any other negative value an id that was pushed but not
 yet admitted (see ``claims``): so every int64 is a legal key, and admission needs no structure of its own. The bucket
 comes from the high half of the hash, the place in the region from the low half by multiplication, so that a region can
-have any size: it grows by 1.4 at a load of 0.8, which keeps the memory per id low.
+have any size: it grows by 1.4 to 1.6 at a load of 0.8, which keeps the memory per id low.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ PAIR = 16  # bytes of a key and its value
 #: Ids between asking for a cache line and using it.
 AHEAD = 24
 _SMALLEST = 8
+#: Up to this size a region grows by leaps, up to that one by much.
+_YOUNG, _GROWN_UP = 64, 4096
 #: From so many bytes on a region is a mapping of its own, whose pages go back to the system when it grows.
 _MAPPED = 1 << 16
 
@@ -160,7 +162,7 @@ class Index:
         self.regions[which] = memory.ctypes.data, _SMALLEST, 0, _limit(_SMALLEST)
 
     def grow(self, which: int) -> None:
-        self._resize(which, int(self.regions[which, SIZE]) * 7 // 5 + 1)
+        self._resize(which, grown(int(self.regions[which, SIZE])))
 
     def reserve(self, which: int, used: int) -> None:
         """Room for ``used`` pairs without growing on the way."""
@@ -186,6 +188,13 @@ class Index:
         listed(self.regions, which, keys, values)
         order = np.argsort(keys)
         return keys[order], values[order]
+
+
+def grown(size: int) -> int:
+    """The next size of a full region. A young table grows in few leaps, a large one by little, for the memory."""
+    if size < _YOUNG:
+        return 4 * size
+    return size * 8 // 5 if size < _GROWN_UP else size * 7 // 5
 
 
 def _free_pairs(size: int) -> Int64s:
