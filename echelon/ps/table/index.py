@@ -29,7 +29,7 @@ PAIR = 16  # bytes of a key and its value
 AHEAD = 24
 _SMALLEST = 8
 #: Up to this size a region grows by leaps, up to that one by much.
-_YOUNG, _GROWN_UP = 64, 4096
+_YOUNG, _GROWN_UP = 16, 4096
 #: From so many bytes on a region is a mapping of its own, whose pages go back to the system when it grows.
 _MAPPED = 1 << 16
 
