@@ -70,9 +70,10 @@ def main() -> None:
     ask = argparse.ArgumentParser()
     ask.add_argument("--mode", default="sync", choices=["sync", "async", "bounded", "geo", "hybrid"])
     ask.add_argument("--epochs", type=int, default=3)
+    ask.add_argument("--seed", type=int, default=0)
     asked = ask.parse_args()
 
-    echelon.init(seed=0)
+    echelon.init(seed=asked.seed)
     model = WideDeep()
     engine = echelon.distribute(
         model,

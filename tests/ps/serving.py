@@ -13,12 +13,15 @@ from harness import free_port, run
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-def served(train: Callable[..., Any], *args: Any, servers: int = 1, workers: int = 2, **kwargs: Any) -> list[Any]:
-    """Call ``train`` on every worker of a job; what they returned, by worker."""
+def served(
+    train: Callable[..., Any], *args: Any, servers: int = 1, workers: int = 2, late: int = 0, **kwargs: Any
+) -> list[Any]:
+    """Call ``train`` on every worker of a job; what they returned, by worker. The last ``late`` are not expected."""
     endpoints = ",".join(f"127.0.0.1:{free_port()}" for _ in range(servers))
     meeting = free_port()
     with tempfile.TemporaryDirectory() as state:
         told = {"servers": servers, "workers": workers, "endpoints": endpoints, "meeting": meeting, "state": state}
+        told["expected"] = workers - late
         results = run(part, train, told, args, kwargs, ranks=servers + workers, timeout=90)
     assert results[:servers] == [0] * servers, results[:servers]
     return results[servers:]
@@ -31,7 +34,6 @@ def part(train: Callable[..., Any], told: dict[str, Any], args: Any, kwargs: Any
         del os.environ[name]
     os.environ |= {
         "PADDLE_PSERVERS_IP_PORT_LIST": told["endpoints"],
-        "PADDLE_TRAINERS_NUM": str(told["workers"]),
         "MASTER_PORT": str(told["meeting"]),
         "ECHELON_PS_STATE": told["state"],
         "ECHELON_PS_TOKEN": "between-us",
@@ -40,10 +42,13 @@ def part(train: Callable[..., Any], told: dict[str, Any], args: Any, kwargs: Any
 
     if index < told["servers"]:
         os.environ |= {"TRAINING_ROLE": "PSERVER", "PADDLE_CURRENT_ENDPOINT": told["endpoints"].split(",")[index]}
+        os.environ["PADDLE_TRAINERS_NUM"] = str(told["expected"])
         try:
             echelon.init()
         except SystemExit as end:
             return end.code
         raise AssertionError("a server's init() returned")
-    os.environ |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(index - told["servers"])}
+    worker = index - told["servers"]
+    count = max(worker + 1, told["expected"])  # who comes late counts itself, too
+    os.environ |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(worker), "PADDLE_TRAINERS_NUM": str(count)}
     return train(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +61,8 @@ class Model(nn.Module):
         return self.net(torch.cat([table(ids).flatten(1) for table in self.tables.values()], 1)).squeeze(1)
 
 
-def train(optimizer: str, **settings: Any) -> dict[str, Any]:
+def train(optimizer: str, directory: str | None = None, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
+    """With a directory, from the checkpoint there until ``steps`` are done, and then saved."""
     echelon.init(seed=0)
     model = Model()
     engine = echelon.distribute(
@@ -67,9 +70,15 @@ def train(optimizer: str, **settings: Any) -> dict[str, Any]:
         loss=F.mse_loss,
         optimizer=OPTIMIZERS[optimizer](model.parameters()),
         strategy=echelon.Strategy(ps=echelon.ParameterServer(min_block_size=64, **settings)),
+        checkpoint=echelon.Checkpoint(dir=directory, asynchronous=False) if directory else None,
         log=echelon.Log(console=False),
     )
-    losses = [float(engine.step(*batch)) for batch in engine.loader(data(), global_batch=GLOBAL, shuffle=False)]
+    losses = []
+    for batch in engine.loader(data(), global_batch=GLOBAL, shuffle=False):
+        losses.append(float(engine.step(*batch)))
+        if directory and engine.steps == steps:
+            engine.save()
+            break
     engine.synchronize()
     ids = torch.from_numpy(IDS)
     with torch.no_grad():
@@ -237,3 +246,53 @@ def late() -> dict[str, Any]:
 def test_async_with_prefetch_reads_one_update_late(servers: int) -> None:
     (found,) = served(train, "sgd", servers=servers, workers=1, mode="async")
     compare(found, late())
+
+
+@pytest.mark.parametrize("dense", ["servers", "allreduce"])
+def test_a_checkpoint_of_two_servers_goes_on_with_three(tmp_path: Path, dense: str) -> None:
+    served(train, "adam", str(tmp_path), 3, servers=2, workers=2, dense=dense)
+    for worker in served(train, "adam", str(tmp_path), servers=3, workers=2, dense=dense):
+        assert len(worker["losses"]) == STEPS - 3
+        compare(worker, alone("adam"), losses=False)
+
+
+class Counted(nn.Module):
+    """Its one row moves by one in every step, if what the workers push is divided by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = SparseEmbedding(2, optimizer=Sgd(lr=1.0), initializer=0.0)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.row(ids).sum(1).mean() + 0 * self.scale.sum()
+
+
+def count(directory: str) -> list[float]:
+    """Worker 2 comes when the others have made some steps, and leaves before they are done."""
+    expected, signal = echelon.init(seed=0).rank < 2, Path(directory) / "under-way"
+    while not expected and not signal.exists():
+        time.sleep(0.02)
+    model = Counted()
+    engine = echelon.distribute(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=echelon.Strategy(ps="sync"),
+        log=echelon.Log(console=False),
+    )
+    for step in range(60 if expected else 5):
+        engine.step(torch.full((4, 1), 7))
+        if step == 4:
+            signal.touch()
+        time.sleep(0.05 if expected else 0.0)
+    engine.synchronize()
+    with torch.no_grad():
+        row = model.row(torch.tensor([7])).flatten().tolist()
+    engine.close()
+    return row
+
+
+def test_a_worker_that_joins_and_leaves_changes_the_divisor_and_nothing_else(tmp_path: Path) -> None:
+    first, second, late = served(count, str(tmp_path), servers=2, workers=3, late=1)
+    assert first == second == [-60.0, -60.0]
+    assert -60 < late[0] <= -10  # it came after some steps of the others, and saw its own five
