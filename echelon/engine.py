@@ -271,10 +271,9 @@ class Engine:
         At exit it happens by itself.
         """
         atexit.unregister(self._close_at_exit)
+        self._leave_servers(done=True)
         self._finish_background()
         if self._groups is not None:
-            if self.served is not None:
-                self.served.close()
             self._groups.close()
             self._keeper.close()
         self._groups = None
@@ -283,11 +282,17 @@ class Engine:
         self._watch.close()
         self._keeper.wait()
 
+    def _leave_servers(self, done: bool) -> None:
+        if self.served is None:
+            return
+        if done and self.worker == 0 and (line := self.served.summary()) is not None:
+            self.say(line)
+        self.served.close(done)
+
     def _close_at_exit(self) -> None:
         try:
+            self._leave_servers(done=not _failing())
             self._finish_background()
-            if self.served is not None:
-                self.served.close(done=not _failing())
         except EchelonError as error:  # the last checkpoint failed in the background, say
             print(f"echelon: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()

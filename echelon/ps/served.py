@@ -19,7 +19,7 @@ from torch import nn
 from echelon import world as worlds
 from echelon.environment import RESTART_COUNT
 from echelon.errors import CheckpointError, PeerLost, UsageError
-from echelon.nn.sparse_embedding import SparseEmbedding, tables_of
+from echelon.nn.sparse_embedding import tables_of
 from echelon.ps.blocks import Blocks, check_parameters
 from echelon.ps.client import Client, Update
 from echelon.ps.frame import Frame
@@ -47,7 +47,6 @@ class Served:
         self.dense = settings.dense_on_servers and self.remote
         self.worker, self.workers = (role.index, role.workers) if self.remote else (0, 1)
         self._tables = tables_of(model, lambda name: table_seed(seed, name))
-        self._model = model
         self.blob: Callable[[], bytes] | None = None  #: what this worker needs to go on after a restart
         #: whether this process's own optimizer steps the dense parameters
         self.steps_here = not self.dense or self.settings.mode == "geo"
@@ -145,7 +144,8 @@ class Served:
         assert self.client is not None
         waits = self.settings.mode in ("sync", "bounded")
         self.reading.begin(batch, dense=self.dense and waits)
-        self._install(self.reading.values or self.client.collect(self._leave()))
+        answered = self.client.collect(self._leave())  # of pushes; what they could not do is raised here
+        self._install(self.reading.values or answered)
         try:
             yield
         except BaseException:
@@ -201,7 +201,7 @@ class Served:
         if not self.settings.prefetch:
             return
         self._next = batch
-        if self.settings.mode in ("async",):
+        if self.settings.mode == "async":
             self._ask_ahead()
 
     def _ask_ahead(self) -> None:
@@ -303,13 +303,23 @@ class Served:
         try:
             if done and self._geo is not None and self._geo.steps:
                 self._geo.exchange(self._blob())
-            self.client = None
             if done:
                 client.leave()
         finally:
+            self.client = None
             if self._beats is not None:
                 self._beats.close()
             client.close()
+
+    def summary(self) -> str | None:
+        """How far apart reading and pushing were, for the end of the run; None where they cannot be."""
+        if not self.remote or self.settings.mode == "sync" or self.client is None:
+            return None
+        servers = self.stats()
+        pushes = sum(server["staleness"]["pushes"] for server in servers)
+        mean = sum(server["staleness"]["mean"] * server["staleness"]["pushes"] for server in servers) / max(1, pushes)
+        most = max(server["staleness"]["max"] for server in servers)
+        return f"staleness: others made {mean:.1f} updates between a read and its push on average, {most} at most"
 
     def describe(self) -> Iterator[str]:
         """For the announcement of the run."""
@@ -322,10 +332,6 @@ class Served:
             how = "on the servers" if self.dense else "summed between workers"
             exact = "" if self.settings.mode == "sync" else " (inexact)"
             yield f"parameter server: {self.settings.mode}{exact}, {self.workers} workers, dense parameters {how}"
-
-
-def has_tables(model: nn.Module) -> bool:
-    return any(isinstance(module, SparseEmbedding) for module in model.modules())
 
 
 def connect(role: Role, servers: int, timeout: float, session: str) -> list[Any]:
