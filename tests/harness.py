@@ -22,10 +22,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the fork server: ranks share two cores
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+#: One for all tests: whoever names other preloads last would take these from everybody.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     [
         *("torch", "numpy", "pytest", "echelon", "echelon.engine", "torch.distributed"),
+        *("echelon.ps.serve", "echelon.ps.served"),
         "torch.fx.experimental.symbolic_shapes",  # 2 s, which the first backward() with a gradient takes on each rank
     ]
 )
@@ -73,9 +75,9 @@ def run_raw(
     port = free_port()
     pipes, processes = [], []
     for rank in range(ranks):
-        mine, theirs = _context.Pipe()
+        mine, theirs = context.Pipe()
         env = _environment(rank, ranks, hosts, port)
-        process = _context.Process(
+        process = context.Process(
             target=_rank_entry, args=(theirs, env, rank_main, args, kwargs)
         )  # not a daemon: its loaders have workers
         process.start()

@@ -131,8 +131,8 @@ def all_moves() -> list[Move]:
 
 
 _SHORT = {
-    "convnet": ["one", "spread2", "split2", "interleaved2", "shard3 on 3", "pp2 x dp2"],
-    "experts": ["one", "split2", "dp2 x spread2", "shard3 x split2", "spread2"],
+    "convnet": ["one", "spread2", "interleaved2", "shard3 on 3"],
+    "experts": ["split2", "dp2 x spread2", "shard3 x split2"],
 }
 
 

@@ -52,6 +52,7 @@ ON = {
     "localsgd": {"localsgd": True},
     "adaptive_localsgd": {"adaptive_localsgd": True},
     "shard": {"shard": True},
+    "ps": {"ps": True},
     "gradient_merge": {"gradient_merge": 4},
     "fp16_allreduce": {"fp16_allreduce": True},
     "clip": {"clip": 1.0},
@@ -348,7 +349,7 @@ def test_printing_shows_what_is_on_one_line_each_and_marks_what_was_set() -> Non
     assert rows["clip"].endswith(" 1*")
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
-        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, gradient_merge, fp16_allreduce, lr_scaling"
+        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, gradient_merge, fp16_allreduce, lr_scaling"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 
@@ -523,7 +524,7 @@ def test_every_strategy_says_what_it_changes(name: str) -> None:
     if name == "reduction":
         return  # other sizes of buckets change nothing
     text = section(Strategy(**ON[name]).explain(), "What each changes")  # type: ignore[arg-type]
-    exact = name in ("recompute", "shard", "gradient_merge", "sync_batch_norm")
+    exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm")
     other = name in ("lars", "lamb", "clip", "lr_scaling", "reduction.op=sum")
     kind = "exact" if exact else "optimizer" if other else "approximate"
     assert text[name.removesuffix("=fp16")].startswith(kind)

@@ -232,8 +232,9 @@ class Served:
         if self._geo is not None and self._geo.steps:
             self._geo.exchange(self._blob())
         self.client.settle()
-        if self.dense:
-            pulled = self.client.pull({}, step=self.client.seq, dense=True, peek=self.settings.mode != "sync")
+        together = self.settings.mode == "sync"  # then others' last pushes belong to the same step: wait for them
+        if self.dense or together:
+            pulled = self.client.pull({}, step=self.client.seq, dense=self.dense, peek=not together)
             pulled.rows()
             self._install(pulled.dense)
 

@@ -105,6 +105,7 @@ _WITH_MARKS: dict[str, Verdict] = {
     "adaptive_localsgd": Conflict(
         "replicas that step alone are whole models on one device", "drop adaptive_localsgd, or the marks"
     ),
+    "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
 }
 
 _WITH_SHARD: dict[str, Verdict] = {
@@ -130,8 +131,6 @@ _WITH_SERVERS: dict[str, Verdict] = {
     "gradient_merge": Conflict("every step is one push", "use a larger batch in place of gradient_merge"),
     "lr_scaling": Conflict("servers step with the rates that they are told", "drop lr_scaling and set the rates"),
     "reduction.op=sum": Conflict("servers take the mean", "leave op='mean'"),
-    "split": Conflict("workers hold whole layers", "drop the split marks, or ps"),
-    "pipeline": Conflict("workers run whole models", "drop the pipeline marks, or ps"),
     "amp=fp16": Change("an overflow skips the push of that worker only; with dense='allreduce' it skips it everywhere"),
     "clip": Change("each worker clips its own dense gradient before the push; rows of tables are not clipped"),
     "recompute": Change("rows are read once and used in both passes; the push is the same as without"),

@@ -98,7 +98,9 @@ def _order(strategy: Strategy, job: Job) -> list[str]:
 
 
 def _effects(strategy: Strategy) -> list[str]:
-    rows = [(name, *EFFECTS[name]) for name in active_names(strategy) if name in EFFECTS]
+    # what servers change depends on their mode alone, so that its name is enough of a heading
+    named = {name: "ps" if name.startswith("ps=") else name for name in active_names(strategy) if name in EFFECTS}
+    rows = [(shown, *EFFECTS[name]) for name, shown in named.items()]
     if not rows:
         return ["nothing: losses and weights are those of one process on the global batch"]
     kinds = [f"({kind}: {meaning})" for kind, meaning in LEGEND.items() if any(kind == row[1] for row in rows)]

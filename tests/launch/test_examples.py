@@ -105,10 +105,9 @@ def test_deepfm_learns_on_two_servers(tmp_path: Path) -> None:
 
 def test_words_find_their_topic(tmp_path: Path) -> None:
     out = served("word2vec.py", "--mode", "async", servers=1, cwd=tmp_path)
-    found = re.search(r"async: nearest neighbour of the same topic: (\d+)% -> (\d+)%", out)
+    found = re.search(r"async: (\d+)% of all words have a nearest neighbour of their own topic", out)
     assert found, out
-    assert int(found[1]) < 30
-    assert int(found[2]) > 90
+    assert int(found[1]) > 90  # by chance it is 16
 
 
 def test_every_example_is_tested() -> None:

@@ -57,7 +57,7 @@ def weights(directory: Path) -> dict[str, object]:
     return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1])
 def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weights(victim: int, tmp_path: Path) -> None:
     code, _, err = train(tmp_path / "undisturbed", -1, -1)
     assert code == 0, err

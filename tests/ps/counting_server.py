@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import context
 
 from echelon.ps.frame import Frame
 from echelon.ps.security import OPEN, Security
 from echelon.ps.server import Server
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "pyarrow", "echelon"])
 
 DIM = 16
 
@@ -90,8 +87,8 @@ class Process:
     """A server in a process of its own."""
 
     def __init__(self, endpoint: str = "127.0.0.1:0", file: Path | None = None, security: Security = OPEN) -> None:
-        ours, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(endpoint, file, security, theirs), daemon=True)
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(endpoint, file, security, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.endpoint: str = ours.recv()

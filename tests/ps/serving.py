@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 from collections.abc import Callable
@@ -51,4 +52,7 @@ def part(train: Callable[..., Any], told: dict[str, Any], args: Any, kwargs: Any
     worker = index - told["servers"]
     count = max(worker + 1, told["expected"])  # who comes late counts itself, too
     os.environ |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(worker), "PADDLE_TRAINERS_NUM": str(count)}
-    return train(*args, **kwargs)
+    try:
+        return train(*args, **kwargs)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a script: the harness ends its ranks without

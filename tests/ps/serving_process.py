@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "pyarrow", "echelon", "echelon.ps.serve"])
+from harness import context
 
 
 def _main(argv: list[str], env: dict[str, str], log: Path) -> None:
@@ -27,7 +25,7 @@ class ServerProcess:
 
     def __init__(self, argv: list[str], log: Path, **env: str) -> None:
         self.log = log
-        self._process = _context.Process(target=_main, args=(argv, env, log), daemon=True)
+        self._process = context.Process(target=_main, args=(argv, env, log), daemon=True)
         self._process.start()
 
     def kill(self) -> None:
