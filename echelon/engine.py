@@ -122,6 +122,8 @@ class Engine:
         if self.served is not None:
             self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
             self.served.blob = lambda: self._keeper.leave_behind(self.steps + 1)
+            atexit.unregister(self._close_at_exit)
+            atexit.register(self._close_at_exit)  # after those of the links, so that it still finds them open
         if self._pending is not None:
             self._restore(self._pending)
 
