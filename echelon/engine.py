@@ -187,7 +187,7 @@ class Engine:
         self._feeding.taken()  # what is left of the batch before is no part of this
         batches = data
         if batch_size is not None or isinstance(data, Dataset):
-            batches = self._feeding.loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join")
+            batches = self._feeding.judged(data, batch_size or 64)
         with self._as_one_model():
             results = evaluate(self.model, self._judge, batches, metrics, self.world, self._feeding.taken)
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})

@@ -26,14 +26,23 @@ class Feeding:
             self._replica, self._replicas = served.worker, served.workers
         self._share: int | None = None  # how many samples of the latest batch count
 
+    def judged(self, dataset: Any, batch_size: int) -> Loader:
+        """For an evaluation: this replica's share of it, or all where replicas cannot bring their shares together."""
+        alone: dict[str, Any] = {"rank": 0, "world_size": 1} if self._replicas != self._plan.replicas else {}
+        return self.loader(dataset, batch_size=batch_size, shuffle=False, uneven="join", **alone)
+
     def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
         """``ahead`` is shown each batch before the one that comes before it is handed out."""
         in_parts = self._plan.in_parts
         return Loader(
             dataset,
-            **{"seed": self._world.seed, "shares": self._plan.shares, **options},
-            rank=self._replica,
-            world_size=self._replicas,
+            **{
+                "seed": self._world.seed,
+                "shares": self._plan.shares,
+                "rank": self._replica,
+                "world_size": self._replicas,
+                **options,
+            },
             device=self._world.device,
             group=self._grid.control(*self._plan.data_axes) if in_parts else self._world.control,
             on_share=self._on_share,

@@ -80,13 +80,14 @@ def train(optimizer: str, directory: str | None = None, steps: int = STEPS, **se
             engine.save()
             break
     engine.synchronize()
+    judged = engine.evaluate(data(), batch_size=7)["loss"]
     ids = torch.from_numpy(IDS)
     with torch.no_grad():
         rows = {name: table(ids).numpy() for name, table in model.tables.items()}
     dense = {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
     stats = engine.served.stats()
     engine.close()
-    return {"losses": losses, "rows": rows, "dense": dense, "stats": stats}
+    return {"losses": losses, "rows": rows, "dense": dense, "stats": stats, "judged": judged}
 
 
 class Row:
@@ -176,6 +177,7 @@ def test_sync_equals_one_process(optimizer: str, workers: int, servers: int) -> 
     found = served(train, optimizer, servers=servers, workers=workers)
     for worker in found:
         compare(worker, expected, losses=workers == 1)  # a worker of several sees its own half's loss
+    assert found[0]["judged"] == pytest.approx(found[-1]["judged"], abs=1e-6)  # of all the data, on every worker
     means = np.mean([worker["losses"] for worker in found], axis=0)
     np.testing.assert_allclose(means, expected["losses"], rtol=1e-5, atol=1e-6)
     assert [server["version"] for server in found[0]["stats"]] == [STEPS] * servers
