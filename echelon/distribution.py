@@ -16,6 +16,7 @@ from echelon.cluster import current as current_cluster
 from echelon.engine import Engine
 from echelon.errors import UsageError, nearest
 from echelon.keep import Checkpoint, Scheduler
+from echelon.nn import SparseEmbedding
 from echelon.objective import LossFunction, as_batch
 from echelon.parallel.agree import agree
 from echelon.parallel.groups import Groups
@@ -113,7 +114,7 @@ def _served(
 
 
 def _has_tables(model: nn.Module) -> bool:
-    return any(type(module).__name__ == "SparseEmbedding" for module in model.modules())
+    return any(isinstance(module, SparseEmbedding) for module in model.modules())
 
 
 def _world_of(served: Served | None, world: World) -> World:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.errors import UsageError
 from echelon.optim.layerwise import Layerwise
+from echelon.ps.dense import KINDS, LAYERWISE
 from echelon.ps.hashing import stable_hash
 from echelon.ps.placement import Piece, place
 from echelon.ps.spec import Block, DenseRule, JobSpec, Keeping, TableSpec
 from echelon.strategy import ParameterServer
-
-KINDS = get_args(DenseRule.__annotations__["kind"]) or ("SGD", "Adagrad", "Adam", "AdamW", "FTRL", "LARS", "LAMB")
-#: Optimizers that look at whole parameters.
-WHOLE = ("LARS", "LAMB")
 
 
 def table_seed(seed: int, name: str) -> int:
@@ -42,7 +39,7 @@ def make_job(
     blocks: tuple[Block, ...] = ()
     if optimizer is not None:
         blocks = place(
-            _pieces(optimizer, parameters, whole=rule.kind in WHOLE),
+            _pieces(optimizer, parameters, whole=rule.kind in LAYERWISE),
             servers,
             settings.split_method,
             slice_up=settings.slice_var_up,

@@ -78,7 +78,6 @@ class Served:
         self.client = Client(links, job, self.worker)
         self.reading = Reading(self.client, self._device)
         self._blocks = Blocks(job.blocks, trained, job.servers)
-        self._optimizing = {name: modules for name, (_, modules) in self._tables.items()}
         for name, (_, modules) in self._tables.items():
             for module in modules:
                 module.connect(name, lambda: self.reading)
@@ -160,7 +159,7 @@ class Served:
         """Push the step's gradients: of the mean over ``samples``, times the ``weight`` that the loss was given."""
         assert self.client is not None
         tables = self.reading.gradients(1.0 / weight if weight else 0.0) if samples else {}
-        rates = {name: float(modules[0].lr) for name, modules in self._optimizing.items()}
+        rates = {name: float(modules[0].lr) for name, (_, modules) in self._tables.items()}
         if self._geo is not None:
             self._geo.update(tables, rates)
             self.reading.end()
