@@ -132,6 +132,8 @@ class Served:
         assert self.client is not None
         if not self._begun and self.worker == 0:  # others wait in their first pull
             self.client.begin(self._blocks.values())
+        if not self.dense and self.remote:
+            worlds.barrier()  # servers without blocks wait for nothing: nobody may read before a checkpoint is loaded
         self._begun = True
         self.refresh()
 
