@@ -1,12 +1,12 @@
 """Echelon: train one PyTorch model on many devices, with the numbers one process gives."""
 
 from echelon.annotate import annotate, pipeline, replicate, set_default, split, stage
-from echelon.cluster import Cluster, cluster
 from echelon.distribution import distribute
 from echelon.engine import Engine
 from echelon.errors import EchelonError
 from echelon.keep import Checkpoint
 from echelon.plan import Plan
+from echelon.slices import Slices, cluster
 from echelon.strategy import (
     AdaptiveLocalSgd,
     Amp,
@@ -48,7 +48,6 @@ __all__ = [
     "AdaptiveLocalSgd",
     "Amp",
     "Checkpoint",
-    "Cluster",
     "Dgc",
     "EchelonError",
     "Engine",
@@ -63,6 +62,7 @@ __all__ = [
     "Recompute",
     "Reduction",
     "Shard",
+    "Slices",
     "Strategy",
     "annotate",
     "barrier",

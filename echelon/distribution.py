@@ -11,8 +11,6 @@ from torch import nn
 
 from echelon import world as worlds
 from echelon.annotate import collect
-from echelon.cluster import Cluster
-from echelon.cluster import current as current_cluster
 from echelon.engine import Engine
 from echelon.errors import UsageError, nearest
 from echelon.keep import Checkpoint, Scheduler
@@ -23,6 +21,8 @@ from echelon.parallel.groups import Groups
 from echelon.parallel.precision import check_precision
 from echelon.parallel.replicate import broadcast_state
 from echelon.plan import Plan, make_plan
+from echelon.slices import Slices
+from echelon.slices import current as current_cluster
 from echelon.strategy import ParameterServer, Strategy
 from echelon.watch import Log
 from echelon.world import World
@@ -41,7 +41,7 @@ def distribute(
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
     strategy: Strategy | None = None,
     plan: Plan | None = None,
-    cluster: Cluster | None = None,
+    cluster: Slices | None = None,
     sample: Any = None,
     checkpoint: Checkpoint | None = None,
     log: Log | None = None,

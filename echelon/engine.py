@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 
 from echelon.annotate import Marks
 from echelon.assembly import Parts, assemble
-from echelon.cluster import placement_table
 from echelon.data import Loader
 from echelon.errors import EchelonError, LossError, PeerLost, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
@@ -39,6 +38,7 @@ from echelon.parallel.tally import StagedTally, Tally
 from echelon.parallel.whole import whole_state
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
+from echelon.slices import placement_table
 from echelon.watch import Log, Watch
 from echelon.watch.losses import Losses
 from echelon.world import World

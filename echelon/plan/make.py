@@ -32,7 +32,7 @@ from echelon.strategy import (
 from echelon.strategy.combine import refuse_conflicts
 
 if TYPE_CHECKING:  # which goes by the mesh, and so imports this package
-    from echelon.cluster import Cluster
+    from echelon.slices import Slices
 
 MEGABYTE = 2**20
 
@@ -46,7 +46,7 @@ def make_plan(
     ranks: int,
     ranks_per_host: int = 1,
     marks: Marks | None = None,
-    cluster: Cluster | None = None,
+    cluster: Slices | None = None,
 ) -> Plan:
     """Spread the model as its marks say, over ``ranks``, and train it as the strategy says.
 
@@ -163,7 +163,7 @@ def _with_default(model: nn.Module, marks: Marks) -> Marks:
     return dataclasses.replace(marks, splits=found)
 
 
-def _order(cluster: Cluster | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
+def _order(cluster: Slices | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
     if cluster is None or ranks == 1:  # one process runs everything, however it would be spread
         return ()
     order = cluster.arrange(mesh.get("stage", 1) * mesh.get("split", 1), ranks, ranks_per_host)

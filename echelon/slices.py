@@ -1,4 +1,4 @@
-"""Cluster: which ranks form one slice, the devices of one copy of the model. Pure arithmetic on ranks and hosts.
+"""Slices: which ranks form one slice, the devices of one copy of the model. Pure arithmetic on ranks and hosts.
 
     all       the default: slices of consecutive ranks
     average   slices of ``average`` devices each
@@ -22,11 +22,11 @@ from echelon.marks import within
 from echelon.plan.mesh import coordinates
 from echelon.strict import require, strict
 
-_open: list[Cluster] = []
+_open: list[Slices] = []
 
 
 @strict
-class Cluster:
+class Slices:
     """How ranks are cut into slices; passed to ``distribute(cluster=...)`` or opened around it."""
 
     average: int | None = None
@@ -42,7 +42,7 @@ class Cluster:
         if self.specific is not None:
             _check_slices(self.specific)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Slices:
         _open.append(self)
         return self
 
@@ -86,15 +86,15 @@ def cluster(
     row: bool = False,
     specific: Sequence[Sequence[int]] | None = None,
     auto: bool = False,
-) -> Cluster:
+) -> Slices:
     """How to cut the job's devices into slices, one copy of the model each; see this module's first lines."""
     slices = None if specific is None else tuple(map(tuple, specific))
-    return Cluster(average=average, row=row, specific=slices, auto=auto)
+    return Slices(average=average, row=row, specific=slices, auto=auto)
 
 
-def current() -> Cluster:
+def current() -> Slices:
     """The innermost open cluster; the default one where none is open."""
-    return _open[-1] if _open else Cluster()
+    return _open[-1] if _open else Slices()
 
 
 def _check_slices(slices: tuple[tuple[int, ...], ...]) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from echelon.annotate import annotate, collect, replicate, split, stage
-from echelon.cluster import Cluster, cluster, current, placement_table
 from echelon.errors import UsageError
+from echelon.slices import Slices, cluster, current, placement_table
 
 
 def slices(order: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
@@ -58,12 +58,12 @@ def test_slice_sizes_that_the_cluster_fixes() -> None:
 
 
 def test_the_innermost_open_cluster_is_current() -> None:
-    assert current() == Cluster()
+    assert current() == Slices()
     with cluster(average=2) as outer:
         with cluster(row=True):
             assert current().row
         assert current() is outer
-    assert current() == Cluster()
+    assert current() == Slices()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_innermost_open_cluster_is_current() -> None:
         ),
         (lambda: cluster(row=True).arrange(2, 8, 4), "cluster(row=True) has slices of 4 devices, but the marks need 2"),
         (lambda: cluster(row=True).arrange(4, 6, 4), "start it with 4 or 8"),
-        (lambda: cluster(average=0), "Cluster(average=0): expected 1 or more devices a slice"),
+        (lambda: cluster(average=0), "Slices(average=0): expected 1 or more devices a slice"),
         (lambda: cluster(average=2, row=True), "slices are cut in one way; choose one"),
         (lambda: cluster(specific=[]), "has an empty slice"),
         (lambda: cluster(specific=[[0], []]), "has an empty slice"),
