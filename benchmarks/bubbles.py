@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,51 +30,61 @@ from torch import Tensor
 import echelon
 from echelon.marks import ScheduleName
 from echelon.parallel.collective import all_gather
-from echelon.parallel.pipeline.loop import Transfer, run_schedule
+from echelon.parallel.pipeline.loop import Part, Transfer, run_schedule
 from echelon.parallel.pipeline.transport import Links
-from echelon.plan.schedule import Schedule, make_schedule
+from echelon.plan.schedule import Kind, Schedule, make_schedule
 from echelon.plan.simulate import simulate
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-SECONDS = {"F": 0.150, "B": 0.300, "I": 0.150, "W": 0.150}  # of all of a rank's stages together
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SECONDS: dict[Kind, float] = {"F": 0.150, "B": 0.300, "I": 0.150, "W": 0.150}  # of all of a rank's stages together
 CHUNKS = 2  # stages a rank, interleaved
 NUMBERS = 16384  # of a message
+
+Durations = dict[tuple[Kind, int], float]  #: seconds of an action of (kind, stage)
 
 
 class Sleeper:
     """A runner whose stages take time and nothing else."""
 
-    def __init__(self, stages: int, chunks: int) -> None:
-        self._stages, self._chunks = stages, chunks
-        self._made = torch.zeros(NUMBERS, requires_grad=True)
+    def __init__(self, durations: Durations, numbers: int = NUMBERS) -> None:
+        self._durations = durations
+        self._made = torch.zeros(numbers, requires_grad=True)
         self.begin, self.busy = 0.0, 0.0
 
     def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
-        self._sleep("F")
+        self._sleep("F", stage)
         return {str(stage): self._made}
 
     def backward(
-        self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: str
+        self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Part
     ) -> Mapping[str, Tensor | None]:
-        self._sleep(part)
+        self._sleep(part, stage)
         return {str(stage - 1): self._made.detach()} if stage and part != "W" else {}
 
-    def _sleep(self, kind: str) -> None:
+    def _sleep(self, kind: Kind, stage: int) -> None:
         begin = time.perf_counter()
         self.begin = self.begin or begin
-        time.sleep(SECONDS[kind] / self._chunks)
+        time.sleep(self._durations[kind, stage])
         self.busy += time.perf_counter() - begin
 
 
-def measure(name: ScheduleName, links: Links, micros: int) -> tuple[float, float]:
+def chunks_of(name: ScheduleName) -> int:
+    return CHUNKS if name == "interleaved" else 1
+
+
+def even(name: ScheduleName, ranks: int) -> Durations:
+    chunks = chunks_of(name)
+    return {(kind, stage): SECONDS[kind] / chunks for kind in KINDS for stage in range(ranks * chunks)}
+
+
+def measure(schedule: Schedule, durations: Durations, links: Links, numbers: int = NUMBERS) -> tuple[float, float]:
     """Makespan and bubble of one step, in seconds; the clock is the same for all processes of a machine."""
-    ranks = len(links.ranks)
-    chunks = CHUNKS if name == "interleaved" else 1
-    runner = Sleeper(ranks * chunks, chunks)
-    transfers = [Transfer(str(stage), stage, stage + 1) for stage in range(ranks * chunks - 1)]
-    schedule = make_schedule(name, ranks * chunks, ranks, micros)
+    runner = Sleeper(durations, numbers)
+    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    transfers = [Transfer(str(stage), stage, stage + 1) for stage in range(stages - 1)]
     echelon.barrier()
-    run_schedule(schedule, runner, transfers, links, "always the same")
+    run_schedule(schedule, runner, transfers, links, f"always {numbers} numbers")
     mine = torch.tensor([runner.begin, time.perf_counter(), runner.busy], dtype=torch.float64)
     begins, ends, busy = all_gather(mine).unbind(1)
     makespan = float(ends.max() - begins.min())
@@ -87,24 +97,30 @@ def theory(name: ScheduleName, ranks: int) -> float:
     return (ranks - 1) * one
 
 
-def simulated(name: ScheduleName, ranks: int, micros: int) -> float:
-    chunks = CHUNKS if name == "interleaved" else 1
-    schedule: Schedule = make_schedule(name, ranks * chunks, ranks, micros)
-    durations: Any = {(kind, s): SECONDS[kind] / chunks for kind in SECONDS for s in range(ranks * chunks)}
-    return simulate(schedule, durations).makespan
+def scheduled(name: ScheduleName, ranks: int, micros: int) -> Schedule:
+    return make_schedule(name, ranks * chunks_of(name), ranks, micros)
+
+
+def first_in_line() -> None:
+    """This process before all others of the machine, where that may be; before it has threads, which take after it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+        Path("/proc/self/autogroup").write_text("-20")  # sessions are weighed against each other first
+
+
+def links_of_all() -> Links:
+    return Links(dist.new_group(backend="gloo"), range(echelon.world_size()), torch.device("cpu"), "gloo")
 
 
 def worker(micros: int, rounds: int) -> None:
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -20)  # before there are threads that talk: they take after this one
+    first_in_line()
     echelon.init()
     torch.set_num_threads(1)
-    ranks = echelon.world_size()
-    links = Links(dist.new_group(backend="gloo"), range(ranks), torch.device("cpu"), "gloo")
+    ranks, links = echelon.world_size(), links_of_all()
     found: dict[ScheduleName, list[tuple[float, float]]] = {name: [] for name in NAMES}
     for turn in range(rounds + 1):
         for name in NAMES:
-            measured = measure(name, links, micros)
+            measured = measure(scheduled(name, ranks, micros), even(name, ranks), links)
             if turn:  # the first round announces shapes
                 found[name].append(measured)
     if echelon.is_first_worker():
@@ -119,12 +135,13 @@ def row(
     makespan, bubble = (statistics.median(column) for column in zip(*values, strict=True))
     ratios = [mine[1] / other[1] for mine, other in zip(values, plain, strict=True)]
     wanted = theory(name, ranks)
+    simulated = simulate(scheduled(name, ranks, micros), even(name, ranks)).makespan
     return {
         "schedule": name,
         "ranks": ranks,
         "micro_batches": micros,
         "step_ms": round(makespan * 1e3, 1),
-        "simulated_step_ms": round(simulated(name, ranks, micros) * 1e3, 1),
+        "simulated_step_ms": round(simulated * 1e3, 1),
         "bubble_ms": round(bubble * 1e3, 1),
         "theory_ms": round(wanted * 1e3, 1),
         "off": round(bubble / wanted - 1, 4),
@@ -144,7 +161,8 @@ def main() -> None:
     if args.worker:
         worker(args.micro_batches, args.rounds)
         return
-    results = [result for ranks in args.ranks for result in _job(ranks, args.micro_batches, args.rounds)]
+    options = ["--micro-batches", str(args.micro_batches), "--rounds", str(args.rounds)]
+    results = [result for ranks in args.ranks for result in job(__file__, ranks, options)]
     print(f"{'schedule':12} {'ranks':>5} {'step ms':>8} {'bubble ms':>9} {'theory':>7} {'off':>6}  of 1f1b's (theory)")
     for r in results:
         print(
@@ -157,9 +175,10 @@ def main() -> None:
         args.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
-def _job(ranks: int, micros: int, rounds: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "echelon", "run", "--procs", str(ranks), "--log-dir", "log/bench", __file__]
-    command += ["--worker", "--micro-batches", str(micros), "--rounds", str(rounds)]
+def job(script: str, ranks: int, options: Sequence[str]) -> list[dict[str, Any]]:
+    """What the ranks of ``script --worker`` print as results."""
+    command = [sys.executable, "-m", "echelon", "run", "--procs", str(ranks), "--log-dir", "log/bench", script]
+    command += ["--worker", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT ")]

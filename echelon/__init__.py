@@ -10,6 +10,7 @@ from echelon.slices import Slices, cluster
 from echelon.strategy import (
     AdaptiveLocalSgd,
     Amp,
+    Auto,
     Dgc,
     Lamb,
     Lars,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptiveLocalSgd",
     "Amp",
+    "Auto",
     "Checkpoint",
     "Dgc",
     "EchelonError",

@@ -62,6 +62,10 @@ def run(
     state: Annotated[
         str | None, typer.Option(help="Where servers keep their state, to go on from it by the same command.")
     ] = None,
+    planned: Annotated[
+        str | None,
+        typer.Option("--plan", help="The plan to run, from 'echelon plan --save', on as many processes."),
+    ] = None,
 ) -> None:
     """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
     from echelon.launch.job import check
@@ -90,6 +94,7 @@ def run(
         nic=nic,
         join_timeout=join_timeout,
         roles=roles,
+        plan=planned,
     )
     raise typer.Exit(launch(job))
 
@@ -168,6 +173,80 @@ def explain(
     from echelon.strategy.command import explain_words
 
     print(explain_words(settings or [], model, ranks, ranks_per_host))
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="gpt:layers=96,hidden=12288,heads=96,sequence=2048 (or bert:..., llama:...); file.py:callable or "
+            "package.module:callable that returns a model, (model, batch) or (model, batch, loss); or a script.",
+        ),
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="A script's own arguments, after --.")] = None,
+    *,
+    cluster: Annotated[
+        str | None, typer.Option(help="4x8xH100 (hosts x devices x kind), 2x8xV100+1x8xT4, a .yaml file, or here.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of the global batch.", show_default="the model's")] = None,
+    memory: Annotated[str | None, typer.Option(help="What a device may use: 60GB.", show_default="what it has")] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="Means that change the numbers: amp,fp16_allreduce,dgc,localsgd.", show_default="none"),
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adam, sgd, momentum, lamb ...", show_default="the script's, or adam")
+    ] = None,
+    bench: Annotated[
+        str | None, typer.Option(help="A file of 'echelon bench'.", show_default="the usual one, where there is one")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option("--input", help="One sample, where no batch comes with the model: 3x224x224, int64:128:30522."),
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="How many plans to show.", show_default="10")] = None,
+    html: Annotated[str | None, typer.Option(help="Write a page with the schedule and the memory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    save: Annotated[str | None, typer.Option(help="Write the best plan, for 'echelon run --plan FILE'.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Explain a saved plan instead of searching for one.")
+    ] = None,
+) -> None:
+    """Find the quickest way to train a model on a cluster, without either, and say why."""
+    from echelon.planner.command import plan_words
+
+    plan_words(
+        model,
+        args or [],
+        explain=explain,
+        html=html,
+        as_json=as_json,
+        save=save,
+        cluster=cluster,
+        batch=batch,
+        memory=memory,
+        allow=allow,
+        optimizer=optimizer,
+        bench=bench,
+        input=inputs,
+        keep=keep,
+    )
+
+
+@app.command()
+def bench(
+    *,
+    out: Annotated[
+        str | None, typer.Option(help="The file to write.", show_default="the one that plans look for")
+    ] = None,
+    procs: Annotated[int | None, typer.Option(help="Processes.", show_default="one per GPU, or per core")] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer sizes, a few seconds.")] = False,
+) -> None:
+    """Measure this machine, in under two minutes, into a file that plans use."""
+    from echelon.planner.bench_command import bench as measure
+
+    measure(out, procs, quick)
 
 
 def main() -> None:

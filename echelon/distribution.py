@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +14,19 @@ from torch import nn
 from echelon import world as worlds
 from echelon.annotate import collect
 from echelon.engine import Engine
+from echelon.environment import PLAN_ONLY
 from echelon.errors import UsageError, nearest
 from echelon.keep import Checkpoint, Scheduler
 from echelon.nn import SparseEmbedding
 from echelon.objective import LossFunction, as_batch
-from echelon.parallel.agree import agree
 from echelon.parallel.groups import Groups
-from echelon.parallel.precision import check_precision
-from echelon.parallel.replicate import broadcast_state
 from echelon.plan import Plan, make_plan
+from echelon.planner.auto import Choosing, find_saved, origin_of, refuse_company
+from echelon.planner.saved import SavedPlan
+from echelon.planner.trial import find_trial
 from echelon.slices import Slices
 from echelon.slices import current as current_cluster
-from echelon.strategy import ParameterServer, Strategy
+from echelon.strategy import Auto, ParameterServer, Strategy
 from echelon.watch import Log
 from echelon.world import World
 
@@ -40,7 +43,7 @@ def distribute(
     loss: LossFunction | None = None,
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
     strategy: Strategy | None = None,
-    plan: Plan | None = None,
+    plan: Plan | SavedPlan | str | Path | None = None,
     cluster: Slices | None = None,
     sample: Any = None,
     checkpoint: Checkpoint | None = None,
@@ -52,37 +55,46 @@ def distribute(
     loss:       called as ``loss(output, target)``; ``None`` when the model returns its own loss
     optimizer:  one, or several as a list or a dict (then the loop is yours: ``backward`` and ``update``)
     scheduler:  stepped once after every optimizer step
-    plan:       a Plan to run instead of the one made from ``strategy``
+    plan:       a Plan to run instead of the one made from ``strategy``; or a saved plan, or the path of one
     cluster:    which devices make up one copy of a model with marks; all of them, by default
-    sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch
+    sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch; with
+                ``auto`` the plan is found with it
     checkpoint: where and how often to save by itself; training resumes from there with the same command
     """
+    if PLAN_ONLY in os.environ:
+        from echelon.planner.script import listen
+
+        return listen(model, optimizer=optimizer, loss=loss, sample=sample)  # type: ignore[no-any-return]
     world = worlds.current()
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model.to(world.device)
-    optimizers = _named(optimizer)
-    served = _served(model, strategy or Strategy(), optimizers, world)
+    optimizers, asked = _named(optimizer), strategy or Strategy()
+    served = _served(model, asked, optimizers, world)
     world = _world_of(served, world)
-    marks = collect(model)
-    wanted = cluster or current_cluster()
-    here = world.place.local_world_size
-    made = make_plan(model, optimizers, strategy or Strategy(), world.size, here, marks, wanted)
-    chosen = _checked(plan, made) if plan else made
-    check_precision(chosen.amp, world.device)
-    if world.control is not None:
-        agree(chosen, world.control)
-        broadcast_state(model)
-    groups = Groups(world.backend)
+    marks, here = collect(model), world.place.local_world_size
+    trial, saved = find_trial(), find_saved(plan)
+    if trial is not None:  # it leaves no trace
+        checkpoint, log = None, Log(console=False)
+    if trial or saved or asked.auto:
+        refuse_company(asked, marks, cluster, served is not None, planned=saved is not None)
+    made = make_plan(model, optimizers, asked, world.size, here, marks, cluster or current_cluster())
+    choosing = Choosing(asked.part(Auto), world, model, loss, optimizers)
     engine = Engine(
-        world, groups, model, loss, optimizers, _listed(scheduler), chosen, marks, checkpoint, log or Log(), served
+        *(world, Groups(world.backend), model, loss, optimizers, _listed(scheduler), made, marks, checkpoint),
+        *(log or Log(), served, choosing),
     )
-    if sample is not None or chosen.mesh.get("stage", 1) == 1:
-        engine.assemble(None if sample is None else as_batch((sample,), {}, world.device))
-    worlds.seed_for_rank(world.seed, engine.stream)
-    engine.announce()
-    if world.size > 1 and (strategy or Strategy()).shard and chosen.shard is None:
-        engine.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
+    engine.trial = trial
+    batch = None if sample is None else as_batch((sample,), {}, world.device)
+    if trial is not None:
+        choosing.run(engine, trial.candidate, batch)
+    elif saved is not None:
+        choosing.run(engine, saved, batch, origin_of(plan))
+    elif asked.auto is None:
+        engine.begin(_checked(plan, made) if isinstance(plan, Plan) else made, marks, batch)
+        _say_what_is_idle(engine, asked)
+    elif batch is not None:
+        choosing.by_sample(engine, batch)
     engine.resume()
     if served is not None:
         served.begin()
@@ -90,6 +102,11 @@ def distribute(
 
 
 _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
+
+
+def _say_what_is_idle(engine: Engine, asked: Strategy) -> None:
+    if engine.world.size > 1 and asked.shard and engine.plan.shard is None:
+        engine.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
 
 
 def _served(

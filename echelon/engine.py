@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
+import itertools
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,35 +16,39 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from echelon.annotate import Marks
+from echelon.announcement import announcement, left_out, local_statistics, placement
 from echelon.assembly import Parts, assemble
 from echelon.data import Loader
-from echelon.errors import EchelonError, LossError, PeerLost, UsageError, nearest
+from echelon.errors import EchelonError, LossError, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
 from echelon.feeding import Feeding
 from echelon.keep import Checkpoint, Keeper, Scheduler
-from echelon.launch.worker import caused_by_peer
 from echelon.objective import LossFunction, Objective, as_batch, count_samples, scalar
-from echelon.parallel.agree import agree_on_batch
+from echelon.parallel.agree import agree, agree_on_batch
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.gradients import scaled
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
+from echelon.parallel.peers import peers_explained
+from echelon.parallel.precision import check_precision
 from echelon.parallel.rates import rate_factor, scaled_rates
-from echelon.parallel.replicate import average_buffers
+from echelon.parallel.replicate import average_buffers, broadcast_state
 from echelon.parallel.succession import replaced_decay
 from echelon.parallel.tally import StagedTally, Tally
 from echelon.parallel.whole import whole_state
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
-from echelon.slices import placement_table
 from echelon.watch import Log, Watch
 from echelon.watch.losses import Losses
-from echelon.world import World
+from echelon.world import World, seed_for_rank
 
 if TYPE_CHECKING:
     from echelon.parallel.local import LocalSteps
     from echelon.parallel.pipeline.train import MicroBatches, Staged
+    from echelon.planner.auto import Choosing
+    from echelon.planner.saved import SavedPlan
+    from echelon.planner.trial import Trial
     from echelon.ps.served import Served
 
 
@@ -65,22 +68,19 @@ class Engine:
         checkpoint: Checkpoint | None,
         log: Log,
         served: Served | None = None,
+        choosing: Choosing | None = None,
     ) -> None:
-        self.world, self.model, self.plan = world, model, plan
+        self.world, self.model = world, model
         self.served = served  #: parameter servers' part, where tables or parameters live there
         self.schedulers = schedulers
         self.steps = 0  #: updates so far, those that an overflow skipped included
         self.optimizers = dict(optimizers)  #: what takes the steps
         self._groups: Groups | None = groups  # None when closed
-        self._grid = Grid(plan.mesh, plan.order, world.rank, groups)
-        self._objective = Objective(model, loss, plan.amp, world.device)
-        self._given, self._marks = optimizers, marks  # what the user made, and schedules drive
-        self._notices = replaced_decay(plan, optimizers)
+        self._given, self._judged_by = optimizers, loss  # what the user made, and schedules drive
         self._parts: Parts | None = None  # until ``assemble``
-        self._feeding = Feeding(world, plan, self._grid, served)
-        self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
-        # Of all ranks that work on one batch, one speaks for it.
-        self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
+        self._choosing = choosing  # with ``auto``, until the plan is found
+        self.trial: Trial | None = None  #: in a process that only times a candidate of ``auto``
+        self._take(plan, marks)
         self._keeper = Keeper(world, self.stream, schedulers, checkpoint)
         self._pending: Path | None = None  # a checkpoint to load once the model is assembled
         self._log = log
@@ -92,6 +92,34 @@ class Engine:
         self._losses = Losses(world.rank, on_gpu=world.device.type == "cuda")
         self._local: LocalSteps | None = None
         atexit.register(self._close_at_exit)
+
+    def _take(self, plan: Plan, marks: Marks, found: SavedPlan | None = None) -> None:
+        assert self._groups is not None
+        self.plan, self._marks, self._found = plan, marks, found
+        self._grid = Grid(plan.mesh, plan.order, self.world.rank, self._groups)
+        self._objective = Objective(self.model, self._judged_by, plan.amp, self.world.device)
+        self._notices = replaced_decay(plan, self._given)
+        self._feeding = Feeding(self.world, plan, self._grid, self.served, by_rank=found is not None)
+        self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
+        # Of all ranks that work on one batch, one speaks for it.
+        self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
+
+    def begin(self, plan: Plan, marks: Marks, batch: Any = None, found: SavedPlan | None = None) -> None:
+        """Go by this plan, on all ranks together: at once, or with ``auto`` when it has been ``found``."""
+        check_precision(plan.amp, self.world.device)
+        if self.world.control is not None:
+            agree(plan, self.world.control)
+            broadcast_state(self.model)
+        self._take(plan, marks, found)
+        self._choosing, self._keeper.stream = None, self.stream
+        if found is not None and found.predicted is not None:
+            held = sum(value.untyped_storage().nbytes() for value in self.model.parameters())
+            memory = found.predicted.memory[self._grid.at["stage"]]
+            self._watch.foretell(found.predicted.seconds, memory, held)
+        if batch is not None or plan.mesh.get("stage", 1) == 1:
+            self.assemble(batch)
+        seed_for_rank(self.world.seed, self.stream)
+        self.announce()
 
     def assemble(self, batch: Any = None) -> None:
         """Give this rank its part of the model. A pipeline needs a batch for it: it is cut by recording a forward."""
@@ -118,7 +146,9 @@ class Engine:
         self._shared_axes = tuple(axis for axis in ("stage", "split") if axis not in self.plan.data_axes)
         self._partners = self._grid.control(*self._shared_axes) if self.plan.in_parts else None
         self._keeper.takes(parts)
-        self._show_placement()
+        if self._log.placement:
+            for line in placement(self.plan, self._marks, self.world.place.local_world_size):
+                self.say(line)
         if self.served is not None:
             self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
             self.served.blob = lambda: self._keeper.leave_behind(self.steps + 1)
@@ -138,12 +168,15 @@ class Engine:
         where that is not what the loss averages over (tokens, say).
         """
         self._clock.lap("data")
+        if self.trial is not None:
+            self.trial.run(self, itertools.repeat((batch, named)))
         with self._explained():
             inputs = as_batch(batch, named, self.world.device)
             count = self._feeding.count(inputs, samples)
             parts = self._assembled(inputs)
             self._compare_batches(inputs)
-            with idle(count == 0), self._served_step(inputs):
+            # rows of sparse tables are there before the forward pass, and stay until the update
+            with idle(count == 0), self.served.step(inputs) if self.served else contextlib.nullcontext():
                 tally = self._staged_step(inputs, count, parts.staged) if parts.staged else self._step(inputs, count)
             self._note_loss(tally)
         if self._gradients.ready:
@@ -152,6 +185,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """For a loop of your own: add this loss's gradients. They stay local until ``update``."""
+        self._need_plan()
         if self.plan.pipeline is not None:
             raise UsageError("a pipeline runs its own backward, micro-batch by micro-batch; call engine.step()")
         if self.served is not None:
@@ -168,6 +202,7 @@ class Engine:
 
         Ranks count alike in the mean unless each says how many ``samples`` its gradients stand for.
         """
+        self._need_plan()
         chosen, weight = self._chosen(optimizer), 1.0 if samples is None else samples
         with self._explained():
             tally = Tally(self._local_loss.to(self.world.device), weight, self.plan.reduce_op, self._together)
@@ -184,6 +219,7 @@ class Engine:
         ``data`` is a data set, shared out in batches of ``batch_size`` (64) a replica, or an iterable of batches that
         are this rank's own.
         """
+        self._need_plan()
         self._feeding.taken()  # what is left of the batch before is no part of this
         batches = data
         if batch_size is not None or isinstance(data, Dataset):
@@ -208,14 +244,21 @@ class Engine:
     ) -> Loader:
         """This rank's share of ``dataset``. See echelon.data.Loader for the options.
 
-        ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together.
+        ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together. Where the plan was
+        found (``auto``, a saved plan), ``batch_size`` is for each rank, however many of them make up a replica.
         """
+        if self._choosing is not None:
+            self._choosing.by_data(self, dataset, batch_size, global_batch, options)
         size = self._feeding.replica_batch(batch_size, global_batch)
         ahead = self.served.ahead if self.served else None
         loader = self._feeding.loader(dataset, ahead, batch_size=size, **options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
         self.say(f"global batch {loader.global_batch} = {size} per replica x {self._feeding.replicas}")
+        if self._found is not None and self._found.draft.batch != loader.global_batch:
+            self.say(f"the plan was made for a global batch of {self._found.draft.batch}; another may be quicker here")
+        if self.trial is not None:
+            self.trial.run(self, (((batch,), {}) for _ in itertools.count() for batch in loader))
         return loader
 
     # ---- keeping ----
@@ -303,6 +346,9 @@ class Engine:
     # ---- inside a step ----
 
     def _assembled(self, batch: Any = None) -> Parts:
+        if self._choosing is not None and batch is not None:
+            self._choosing.by_batch(self, batch)
+        self._need_plan()
         if self._parts is None:
             if batch is None:
                 raise UsageError(
@@ -312,6 +358,13 @@ class Engine:
             self.assemble(batch)
         assert self._parts is not None
         return self._parts
+
+    def _need_plan(self) -> None:
+        if self._choosing is not None:
+            raise UsageError(
+                "auto finds its plan with the first batch of engine.loader() or engine.step(), and there was none; "
+                "begin with one of them, or give distribute(sample=batch)"
+            )
 
     def _compare_batches(self, inputs: Any) -> None:
         """Once, in the first step: ranks that work on one batch together must have been given the same."""
@@ -402,19 +455,11 @@ class Engine:
         if not self._scaler.active:
             self._losses.note(self.steps + 1, tally)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Around what talks to other ranks: a peer that is gone is told in a line of ours."""
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        """Around what talks to other ranks."""
         if self._groups is None:
             raise UsageError("the engine is closed and trains no more; call distribute() for another")
-        try:
-            yield
-        except RuntimeError as error:
-            if not caused_by_peer(error):
-                raise
-            # "[file:line] Read error [address]: Connection reset by peer. Advice ..." without its ends
-            what = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
-            raise PeerLost(f"{self._here()}: lost contact with another rank ({what}); see its log") from None
+        return peers_explained(self._here)
 
     def _here(self) -> str:
         return f"step {self.steps + 1}, rank {self.world.rank}"
@@ -431,15 +476,6 @@ class Engine:
             else:
                 judged = [Judged(batch, *self._objective(batch), count_samples(batch))]
         return judged if self._speaks else [each._replace(samples=0) for each in judged]
-
-    @contextlib.contextmanager
-    def _served_step(self, inputs: Any) -> Iterator[None]:
-        """Rows of sparse tables are there before the forward pass, and stay until the update."""
-        if self.served is None:
-            yield
-            return
-        with self.served.step(inputs):
-            yield
 
     @property
     def loss_scale(self) -> float:
@@ -472,28 +508,13 @@ class Engine:
 
     def announce(self) -> None:
         """Say what will run, and what the user may not expect."""
-        self.say(f"{self.world.size} x {self.world.device.type} ({self.world.backend}), {self.world.place.launcher}")
-        for line in self.plan.describe().splitlines():
-            self.say(line)
-        for notice in (*self._notices, *(self.served.describe() if self.served else ())):
-            self.say(notice)
-        if self._has_local_statistics():
-            remedy = "" if self._local else "; sync_batch_norm=True gives those of one process"
-            self.say(f"batch norm: statistics per replica (inexact){remedy}")
-        owned = {id(p) for p in _parameters_of(self._given)}
         held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # in place of parameters
-        trained = [(name, held.get(name, p)) for name, p in self.model.named_parameters() if p.requires_grad]
-        left = [name for name, p in trained if id(p) not in owned]
-        if left:
-            self.say(f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ...")
-
-    def _show_placement(self) -> None:
-        if self._log.placement:
-            units = self.plan.stages.units if self.plan.stages else {}
-            marks = dataclasses.replace(self._marks, units=units)
-            here = self.world.place.local_world_size
-            for line in placement_table(marks, self.plan.mesh, self.plan.order, here):
-                self.say(line)
+        for line in (
+            *announcement(self.world, self.plan, (*self._notices, *(self.served.describe() if self.served else ()))),
+            *([local_statistics(self.plan)] if self._has_local_statistics() else []),
+            *left_out(self.model, held, {id(p) for p in _parameters_of(self._given)}),
+        ):
+            self.say(line)
 
     def _chosen(self, name: str | None) -> Mapping[str, torch.optim.Optimizer]:
         if name is None:

@@ -39,6 +39,14 @@ RESTARTS, RESTART_COUNT = "ECHELON_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
 #: Which server of the list this process is; ``echelon run`` names the log after it.
 SERVER_INDEX = "ECHELON_SERVER"
 
+#: Where programs keep what they can make again; ``~/.cache`` where it is not set. ``echelon bench`` writes there.
+CACHE_HOME = "XDG_CACHE_HOME"
+
+#: The file with the plan to run; one with a candidate to be timed in a process that is thrown away.
+PLAN, TRIAL = "ECHELON_PLAN", "ECHELON_TRIAL"
+#: ``echelon plan`` starts a script with it: a file with the question that ``distribute()`` answers, and trains nothing.
+PLAN_ONLY = "ECHELON_PLAN_ONLY"
+
 #: Set by srun for its tasks. A plain command in a batch script sees SLURM_PROCID and SLURM_NTASKS too, but is alone.
 SLURM_STEP = "SLURM_STEP_NUM_TASKS"
 

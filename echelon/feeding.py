@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 class Feeding:
     """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
 
-    def __init__(self, world: World, plan: Plan, grid: Grid, served: Served | None = None) -> None:
+    def __init__(
+        self, world: World, plan: Plan, grid: Grid, served: Served | None = None, by_rank: bool = False
+    ) -> None:
+        """by_rank: batch sizes are given for each rank, by someone who need not know how many make up a replica"""
         self._world, self._plan, self._grid = world, plan, grid
         self._replica, self._replicas = grid.index(*plan.data_axes), plan.replicas
         if served and served.dense:  # workers know of one another through servers only
             self._replica, self._replicas = served.worker, served.workers
+        self._ranks_per_replica = world.size // self._replicas if by_rank else 1
         self._share: int | None = None  # how many samples of the latest batch count
 
     def judged(self, dataset: Any, batch_size: int) -> Loader:
@@ -59,7 +63,7 @@ class Feeding:
         if (batch_size is None) == (global_batch is None):
             raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
         if batch_size is not None:
-            return batch_size
+            return batch_size * self._ranks_per_replica
         assert global_batch is not None
         replicas = self._replicas
         size, rest = divmod(global_batch, replicas)

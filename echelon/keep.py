@@ -65,7 +65,7 @@ class Keeper:
     """Knows every part of a run that has state, from the weights to the random streams."""
 
     def __init__(self, world: World, stream: int, schedulers: Sequence[Scheduler], settings: Checkpoint | None) -> None:
-        self._world, self._stream = world, stream
+        self._world, self.stream = world, stream
         self._schedulers, self._settings = schedulers, settings
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
@@ -153,7 +153,7 @@ class Keeper:
 
     def leave_behind(self, step: int) -> bytes:
         """What this process needs to go on after ``step`` when others keep the weights."""
-        tensors = random_state(self._stream, self._world.device)
+        tensors = random_state(self.stream, self._world.device)
         tensors |= {f"buffer.{name}": value for name, value in self._buffers.items()}
         facts = {
             "step": step,
@@ -167,7 +167,7 @@ class Keeper:
         """Go on from what ``leave_behind`` made; returns its step."""
         tensors, facts = from_bytes(left)
         random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
-        restore_random_state(self._stream, self._world.device, random)
+        restore_random_state(self.stream, self._world.device, random)
         with torch.no_grad():
             for name, value in self._buffers.items():
                 value.copy_(tensors[f"buffer.{name}"])
@@ -203,7 +203,7 @@ class Keeper:
         rank = self._world.rank
         kept, optimizers = optimizer_state(self._holdings, self._optimizers)
         tensors: dict[str, Tensor | Part] = {
-            **model_tensors(self._holdings), **kept, **random_state(self._stream, self._world.device)
+            **model_tensors(self._holdings), **kept, **random_state(self.stream, self._world.device)
         }  # fmt: skip
         for name, grad in self._gradients.unreduced().items():
             layout, addend = self._gradient_layout(name), self._holdings.addends.get(name, Addend())
@@ -302,11 +302,11 @@ class Keeper:
 
     def _restore_random(self, stored: Stored) -> None:
         """By stream and not by rank: those that share a batch must go on alike, in whatever layout it was saved."""
-        mine = _read(stored, f"rng.{self._stream}.", drop="")
+        mine = _read(stored, f"rng.{self.stream}.", drop="")
         if mine and stored.world_size == self._world.size:
-            restore_random_state(self._stream, self._world.device, mine)
+            restore_random_state(self.stream, self._world.device, mine)
         else:  # other ranks, other streams; they start afresh from the seed and the step
-            seed_for_rank(self._world.seed + stored.step, self._stream)
+            seed_for_rank(self._world.seed + stored.step, self.stream)
 
     def _writer(self, directory: Path) -> Writer:
         from echelon.checkpoint import Writer

@@ -146,6 +146,8 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         if not isinstance(value, tuple) or len(value) != len(_kinds(inner, len(value))):
             return False
+        if inner[-1:] == (Ellipsis,) and set(map(type, value)) <= {inner[0]}:  # thousands of floats, as it may be
+            return True
         return all(map(fits, value, _kinds(inner, len(value))))
     if origin is dict:
         return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())

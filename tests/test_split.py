@@ -163,6 +163,22 @@ class HandMade(nn.Module):
 HAND_MADE = {name: S(how="column") for name in ("q", "k", "v", "up", "gate")} | {n: S(how="row") for n in ("o", "down")}
 
 
+class Grouped(nn.Module):
+    """One layer for queries, keys and values of each head, cut apart; two queries share a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qq, self.kv, self.o = nn.Linear(16, 48), nn.Linear(16, 24), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.qq(x).view(*x.shape[:2], 12, 4).transpose(1, 2)
+        kv = self.kv(x).view(*x.shape[:2], 6, 4).transpose(1, 2)
+        k, v = kv.unflatten(-1, (2, 2)).unbind(-2)
+        k, v = (torch.cat(each.chunk(1, dim=-1) * 2, -1) for each in (k, v))
+        a = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(a.transpose(1, 2).reshape(*x.shape[:2], 48))
+
+
 class Local(nn.Module):
     """A user who computes with the parts himself."""
 
@@ -362,6 +378,12 @@ CASES: dict[str, Case] = {
     "hand-made attention": Case(HandMade, HAND_MADE, lambda: (randn(7, 5, 16),), tolerance=1e-5),
     "hand-made attention, by matmul": Case(
         partial(HandMade, manual=True), HAND_MADE, lambda: (randn(7, 5, 16),), tolerance=1e-5
+    ),
+    "hand-made attention, shared keys": Case(
+        Grouped,
+        {"qq": S(how="column"), "kv": S(how="column"), "o": S(how="row")},
+        lambda: (randn(7, 5, 16),),
+        tolerance=1e-5,
     ),
     "encoder layer": Case(encoder_layer, {"": S()}, lambda: (X3(),), tolerance=1e-5),
     "encoder layer, sequence first": Case(
@@ -699,6 +721,9 @@ OPERATIONS: list[Callable[[Any], Any]] = [
     lambda x: x.sum(-1),
     lambda x: F.layer_norm(x, x.shape[-1:]),
     lambda x: x @ x.transpose(-2, -1),
+    lambda x: x.chunk(2, dim=-1)[1],
+    lambda x: x.unbind(1)[0],
+    lambda x: torch.split(x, 2, dim=2)[0],
 ]
 
 

@@ -60,6 +60,7 @@ ON = {
     "sync_batch_norm": {"sync_batch_norm": True},
     "reduction": {"reduction": Reduction(bucket_mb=5.0)},
     "reduction.op=sum": {"reduction": Reduction(op="sum")},
+    "auto": {"auto": True},
 }
 MARKS = ("split", "pipeline")  # not options: the marks on a model imply them
 PAIRS = [pair for pair in itertools.combinations(ON, 2) if not ON[pair[0]].keys() & ON[pair[1]].keys()]
@@ -349,7 +350,7 @@ def test_printing_shows_what_is_on_one_line_each_and_marks_what_was_set() -> Non
     assert rows["clip"].endswith(" 1*")
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
-        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, gradient_merge, fp16_allreduce, lr_scaling"
+        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, gradient_merge, fp16_allreduce, lr_scaling, auto"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 
@@ -524,7 +525,7 @@ def test_every_strategy_says_what_it_changes(name: str) -> None:
     if name == "reduction":
         return  # other sizes of buckets change nothing
     text = section(Strategy(**ON[name]).explain(), "What each changes")  # type: ignore[arg-type]
-    exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm")
+    exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm", "auto")
     other = name in ("lars", "lamb", "clip", "lr_scaling", "reduction.op=sum")
     kind = "exact" if exact else "optimizer" if other else "approximate"
     assert text[name.removesuffix("=fp16")].startswith(kind)
@@ -634,7 +635,8 @@ def documented() -> str:
 
 def matrix() -> str:
     """The table as documentation: what stands in a cell is the strictest verdict on the two options."""
-    names = [field.name for field in dataclasses.fields(Strategy) if field.name != "reduction"] + ["reduction.op=sum"]
+    options = [field.name for field in dataclasses.fields(Strategy) if field.name not in ("reduction", "auto")]
+    names = [*options, "reduction.op=sum", "auto"]
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in names:
         cells = ["" if row == column else _mark(row, column) for column in names]
@@ -659,6 +661,9 @@ def test_the_documented_clauses_are_the_tables() -> None:
         said = verdict.how if isinstance(verdict, Change) else f"{verdict.why}; {verdict.do}"
         if second == "adaptive_localsgd" and (first, "localsgd") in TABLE:
             continue  # said once for both
+        if second == "auto":  # said once for all
+            assert f"- anything + `auto`: {said}." in text
+            continue
         if second == "pipeline":
             assert TABLE[(first, "split")] == verdict
             continue

@@ -33,6 +33,8 @@ class Job:
     nic: str | None
     visible_gpus: str | None
     join_timeout: float
+    #: the file with the plan that the ranks run
+    plan: Path | None = None
     #: of a job with parameter servers; ``procs`` are its workers then
     roles: Roles | None = None
 
@@ -67,6 +69,7 @@ def check(
     nic: str | None,
     join_timeout: float,
     roles: Roles | None = None,
+    plan: str | None = None,
 ) -> Job:
     """The options as typed, made into a ``Job``, or a one-line ``UsageError``."""
     visible = _choose_gpus(gpus) if gpus is not None else None
@@ -81,6 +84,8 @@ def check(
     _check_node_rank(node_rank, hosts)
     _check_nic(nic)
     _check_program(program, module)
+    if plan is not None:
+        procs = _planned(plan, procs, visible, hosts, served=roles is not None)
     return Job(
         program=program,
         args=tuple(args[1:] if args[:1] == ["--"] else args),
@@ -95,7 +100,26 @@ def check(
         visible_gpus=None if visible is None else ",".join(visible),
         join_timeout=join_timeout,
         roles=roles,
+        plan=None if plan is None else Path(plan).absolute(),
     )
+
+
+def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int, served: bool) -> int:
+    """Processes on this host: as many as the plan needs, where nobody has asked for another number."""
+    from echelon.planner.saved import SavedPlan
+
+    if served:
+        raise UsageError("--plan is for jobs without parameter servers; leave --plan or the servers out")
+    needed = SavedPlan.load(plan).draft.ranks
+    asked = procs if procs is not None else len(visible) if visible is not None else None
+    if asked is not None and hosts > 1:  # hosts may differ in their number of processes; the ranks will count
+        return asked
+    each, rest = divmod(needed, hosts)
+    if rest:
+        raise UsageError(f"--plan {plan} is for {needed} processes, which {hosts} hosts cannot share; give --procs")
+    if asked not in (None, each):
+        raise UsageError(f"--plan {plan} is for {needed} processes, and {asked} were asked for; leave that out")
+    return each
 
 
 def _check_no_ranks(procs: int | None, nnodes: int | None, node_rank: int | None) -> None:

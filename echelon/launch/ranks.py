@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from echelon.environment import LOG_DIR, PADDLE_ENDPOINT, PADDLE_ENDPOINTS, PADDLE_RANK, PADDLE_WORLD
+from echelon.environment import LOG_DIR, PADDLE_ENDPOINT, PADDLE_ENDPOINTS, PADDLE_RANK, PADDLE_WORLD, PLAN
 from echelon.launch import network
 from echelon.launch.job import Job
 
@@ -64,6 +64,8 @@ def export(job: Job, address: str) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes)))
     os.environ[LOG_DIR] = str(job.log_dir)
+    if job.plan is not None:
+        os.environ[PLAN] = str(job.plan)
     if job.visible_gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_gpus
     if job.nic is not None:

@@ -17,11 +17,13 @@ from echelon.environment import (
     BOUND_MARK,
     LOG_DIR,
     PADDLE_SERVERS,
+    PLAN,
     PS_SESSION,
     PS_TOKEN,
     RESTARTS,
     SERVER_INDEX,
     TRAINING_ROLE,
+    TRIAL,
 )
 from echelon.errors import PeerLost
 from echelon.launch.agent import HostAgent, JobFailed, host_failure
@@ -53,7 +55,8 @@ def launch(job: Job) -> int:
 def _forget_surrounding_job() -> None:
     """A script that is itself part of a job may start another one, which must not take itself for that part."""
     if LOG_DIR in os.environ:
-        for name in (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX):
+        of_servers = (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX)
+        for name in (*of_servers, PLAN, TRIAL):
             os.environ.pop(name, None)
 
 

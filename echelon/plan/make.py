@@ -47,9 +47,11 @@ def make_plan(
     ranks_per_host: int = 1,
     marks: Marks | None = None,
     cluster: Slices | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> Plan:
     """Spread the model as its marks say, over ``ranks``, and train it as the strategy says.
 
+    mesh: sizes of the axes, where they have been decided already; else marks and cluster decide
     Where parts of it are cut or staged, ``complete`` adds the buckets once it is known which.
     """
     marks = _with_default(model, marks or UNMARKED)
@@ -61,9 +63,9 @@ def make_plan(
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
     hierarchical = dgc is not None and dgc.hierarchical
     size = cluster.slice_size(ranks_per_host) if cluster else None
-    mesh = find_axes(_stages(marks), marks.pipeline, bool(marks.splits), size, ranks)
+    mesh = mesh or find_axes(_stages(marks), marks.pipeline, bool(marks.splits), size, ranks)
     plan = Plan(
-        mesh=mesh,
+        mesh=dict(mesh),
         order=_order(cluster, mesh, ranks, ranks_per_host),
         model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
         buckets=(),

@@ -35,10 +35,16 @@ def make_schedule(name: ScheduleName, stages: int, ranks: int, micro_batches: in
     _check_counts(stages, ranks, micro_batches)
     if name == "interleaved":
         _check_interleaved(stages, ranks)
-        return tuple(_interleaved(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks))
-    _check_one_stage_a_rank(name, stages, ranks)
-    make = _ONE_STAGE[name]
-    return tuple(tuple(make(rank, ranks, micro_batches)) for rank in range(ranks))
+    else:
+        _check_one_stage_a_rank(name, stages, ranks)
+    return tuple(rank_actions(name, stages, ranks, micro_batches, rank) for rank in range(ranks))
+
+
+def rank_actions(name: ScheduleName, stages: int, ranks: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
+    """What one rank of such a schedule does."""
+    if name == "interleaved":
+        return _interleaved(rank, ranks, stages // ranks, micro_batches)
+    return tuple(_ONE_STAGE[name](rank, ranks, micro_batches))
 
 
 def forward_only(stages: int, ranks: int, micro_batches: int) -> Schedule:

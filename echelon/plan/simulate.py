@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +31,14 @@ class Deadlock(EchelonError):
 @dataclass(frozen=True)
 class Simulation:
     """makespan: from the first action's begin to the last one's end.
+    ends:     when each rank has done its last.
     busy:     each rank's time in actions.
     peak:     the most each rank holds at once: activations of one stage for one micro-batch, or what ``held`` says.
     events:   the timeline, in order of beginning.
     """
 
     makespan: float
+    ends: tuple[float, ...]
     busy: tuple[float, ...]
     peak: tuple[float, ...]
     events: tuple[Event, ...]
@@ -63,8 +66,12 @@ def simulate(
     while ready:
         ready += run.advance(ready.pop())
     run.check_finished()
-    run.events.sort(key=lambda event: (event.begin, event.rank, event.end))
-    return Simulation(max(run.clock, default=0.0), tuple(run.busy), tuple(run.peak), tuple(run.events))
+    run.events.sort(key=operator.itemgetter(2, 0, 3))  # begin, rank, end
+    makespan, ends = max(run.clock, default=0.0), tuple(run.clock)
+    return Simulation(makespan, ends, tuple(run.busy), tuple(run.peak), tuple(run.events))
+
+
+_Key = tuple[Kind, int, int]  # an Action, or a plain tuple equal to it, which is quicker to make
 
 
 @dataclass
@@ -79,67 +86,73 @@ class _Run:
         ranks = len(self.schedule)
         self.at, self.clock, self.busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
         self.holds, self.peak = [0.0] * ranks, [0.0] * ranks
-        self.done: dict[Action, float] = {}
-        self.waiting: defaultdict[Action, list[int]] = defaultdict(list)
-        actions = [action for actions in self.schedule for action in actions]
-        self.backward: dict[int, Kind] = {action.stage: action.kind for action in actions if action.kind in "BI"}
-        stages = sorted({action.stage for action in actions})
+        self.done: dict[_Key, float] = {}
+        self.waiting: defaultdict[_Key, list[int]] = defaultdict(list)
+        kinds = {(kind, stage) for actions in self.schedule for kind, _, stage in actions}
+        self.needs = self._needs(kinds)
+        self.gains = {key: self._gains(*key) for key in kinds}
+
+    def _needs(self, kinds: set[tuple[Kind, int]]) -> dict[tuple[Kind, int], list[tuple[Kind, int, float]]]:
+        """For each kind of action, those that come before it, and how long their results travel."""
+        ranks, stages = len(self.schedule), sorted({stage for _, stage in kinds})
+        backward: dict[int, Kind] = {stage: kind for kind, stage in kinds if kind in "BI"}
+        found: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {
+            (kind, stage): [] if kind == "F" else [("I" if kind == "W" else "F", stage, 0.0)] for kind, stage in kinds
+        }
         edges = self.edges if self.edges is not None else dict.fromkeys(itertools.pairwise(stages), 0.0)
-        self.into: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
-        self.out_of: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
         for (source, target), seconds in edges.items():
-            apart = source % ranks != target % ranks
-            self.into[target].append((source, seconds * apart))
-            self.out_of[source].append((target, seconds * apart))
+            later = seconds * (source % ranks != target % ranks)
+            found["F", target].append(("F", source, later))
+            if source in backward:
+                found[backward[source], source].append((backward[target], target, later))
+        return found
+
+    def _gains(self, kind: Kind, stage: int) -> float:
+        whole, for_weights = self.held.get(("F", stage), 1.0), self.held.get(("I", stage), 1.0)
+        return {"F": whole, "B": -whole, "I": for_weights - whole, "W": -for_weights}[kind]
 
     def advance(self, rank: int) -> list[int]:
         """Let ``rank`` act until it has to wait; the ranks that were waiting for what it did."""
-        woken = []
-        actions = self.schedule[rank]
-        while self.at[rank] < len(actions):
-            action = actions[self.at[rank]]
-            needs = self.needs(action)
-            missing = next((need for need, _ in needs if need not in self.done), None)
-            if missing is not None:
-                self.waiting[missing].append(rank)
-                break
-            self.act(rank, action, max([self.clock[rank], *(self.done[need] + later for need, later in needs)]))
-            woken += self.waiting.pop(action, [])
+        woken: list[int] = []
+        actions, done, needs = self.schedule[rank], self.done, self.needs
+        for action in itertools.islice(actions, self.at[rank], None):
+            kind, micro, stage = action
+            begin = self.clock[rank]
+            for other, at, later in needs[kind, stage]:
+                ended = done.get((other, micro, at))
+                if ended is None:
+                    self.waiting[other, micro, at].append(rank)
+                    return woken
+                begin = max(begin, ended + later)
+            self.act(rank, action, begin)
+            if action in self.waiting:
+                woken += self.waiting.pop(action)
         return woken
 
-    def needs(self, action: Action) -> list[tuple[Action, float]]:
-        """The actions that come before this one, and how long their results travel."""
-        kind, micro, stage = action
-        if kind == "F":
-            return [(Action("F", micro, source), seconds) for source, seconds in self.into[stage]]
-        if kind == "W":
-            return [(Action("I", micro, stage), 0.0)]
-        after = [(Action(self.backward[target], micro, target), seconds) for target, seconds in self.out_of[stage]]
-        return [(Action("F", micro, stage), 0.0), *after]
-
     def act(self, rank: int, action: Action, begin: float) -> None:
-        seconds = self.durations[action.kind, action.stage]
-        self.clock[rank] = self.done[action] = begin + seconds
+        key = (action[0], action[2])
+        seconds = self.durations[key]
+        self.clock[rank] = self.done[action] = end = begin + seconds
         self.busy[rank] += seconds
         self.at[rank] += 1
-        self.holds[rank] += self.gains(action)
-        self.peak[rank] = max(self.peak[rank], self.holds[rank])
-        self.events.append(Event(rank, action, begin, begin + seconds))
-
-    def gains(self, action: Action) -> float:
-        whole = self.held.get(("F", action.stage), 1.0)
-        for_weights = self.held.get(("I", action.stage), 1.0)
-        return {"F": whole, "B": -whole, "I": for_weights - whole, "W": -for_weights}[action.kind]
+        self.holds[rank] = holds = self.holds[rank] + self.gains[key]
+        self.peak[rank] = max(self.peak[rank], holds)
+        self.events.append(Event(rank, action, begin, end))
 
     def check_finished(self) -> None:
         stuck = [
             f"rank {rank} at {_words(actions[at])} waits for {_words(missing)}"
             for rank, (actions, at) in enumerate(zip(self.schedule, self.at, strict=True))
             if at < len(actions)
-            for missing in [next(need for need, _ in self.needs(actions[at]) if need not in self.done)]
+            for missing in [self._missing(actions[at])]
         ]
         if stuck:
             raise Deadlock(f"the schedule never ends: {'; '.join(stuck)}")
+
+    def _missing(self, action: Action) -> Action:
+        kind, micro, stage = action
+        befores = (Action(other, micro, at) for other, at, _ in self.needs[kind, stage])
+        return next(before for before in befores if before not in self.done)
 
 
 def _words(action: Action) -> str:

@@ -3,6 +3,7 @@
 from echelon.strategy.parts import (
     AdaptiveLocalSgd,
     Amp,
+    Auto,
     Dgc,
     Lamb,
     Lars,
@@ -19,6 +20,7 @@ from echelon.strategy.strategy import Strategy
 __all__ = [
     "AdaptiveLocalSgd",
     "Amp",
+    "Auto",
     "Dgc",
     "Lamb",
     "Lars",

@@ -106,6 +106,7 @@ _WITH_MARKS: dict[str, Verdict] = {
         "replicas that step alone are whole models on one device", "drop adaptive_localsgd, or the marks"
     ),
     "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
+    "auto": Conflict("the marks say what auto would find", "drop auto, or the marks"),
 }
 
 _WITH_SHARD: dict[str, Verdict] = {
@@ -147,9 +148,19 @@ TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
 TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
 TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
 
+_EVERY_OPTION = (
+    *("amp", "amp=fp16", "recompute", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "shard", "ps"),
+    *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
+)
+BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove what is set beside it, or auto")
+TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
+
 
 def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:
     """Raise for the first pair of active strategies, and marks of the model, that cannot be together."""
+    if strategy.auto and (beside := [name for name in set_options(strategy) if name != "auto"]):
+        which = ", ".join(beside)  # all at once: nobody wants to be told one by one
+        raise UsageError(f"{which} and auto do not combine: {BESIDE_AUTO.why}; {BESIDE_AUTO.do}")
     for (first, second), verdict in verdicts(strategy, implied):
         if isinstance(verdict, Conflict):
             raise UsageError(f"{first} and {second} do not combine: {verdict.why}; {verdict.do}")
@@ -161,11 +172,17 @@ def verdicts(strategy: Strategy, implied: Iterable[str] = ()) -> Iterator[tuple[
     return ((pair, verdict) for pair, verdict in TABLE.items() if active.issuperset(pair))
 
 
+def set_options(strategy: Strategy) -> list[str]:
+    values = {field.name: (getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy)}
+    return [name for name, (value, default) in values.items() if value is not None and value != default]
+
+
 def active_names(strategy: Strategy) -> Iterator[str]:
     """What is on, by name; and by name and value, where the value is a choice."""
+    active = set_options(strategy)
     for field in dataclasses.fields(strategy):
         value: Any = getattr(strategy, field.name)
-        if value is None or value == field.default:
+        if field.name not in active:
             continue
         yield f"{field.name}=False" if value is False else field.name
         if dataclasses.is_dataclass(value):

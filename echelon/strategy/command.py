@@ -53,11 +53,9 @@ def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
 
 def model_from(place: str) -> nn.Module:
     """Call what ``package.module:callable`` or ``path/to/file.py:callable`` names."""
-    source, _, name = place.rpartition(":")
-    if not source or not name:
-        raise UsageError(f"--model '{place}' names no callable; write package.module:callable or file.py:callable")
+    make = callable_at(place, "--model")
     try:
-        model = _callable(source, name)()
+        model = make()
     except EchelonError:
         raise
     except (Exception, SystemExit) as error:
@@ -68,18 +66,28 @@ def model_from(place: str) -> nn.Module:
     return model
 
 
-def _callable(source: str, name: str) -> Callable[[], Any]:
-    module = _from_file(Path(source)) if source.endswith(".py") else _from_package(source)
+def callable_at(place: str, option: str) -> Callable[[], Any]:
+    """What ``place`` names; ``option`` is what errors call it."""
+    source, _, name = place.rpartition(":")
+    if not source or not name:
+        raise UsageError(f"{option} '{place}' names no callable; write package.module:callable or file.py:callable")
+    try:
+        module = _from_file(Path(source), option) if source.endswith(".py") else _from_package(source, option)
+    except EchelonError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{option} '{place}' failed with {reason}") from error
     found = getattr(module, name, None)
     if not callable(found):
         known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise UsageError(f"--model: there is no callable '{name}' in {source}{nearest(name, known)}")
+        raise UsageError(f"{option}: there is no callable '{name}' in {source}{nearest(name, known)}")
     return found  # type: ignore[no-any-return]
 
 
-def _from_file(path: Path) -> ModuleType:
+def _from_file(path: Path, option: str) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"--model: no file at '{path}'")
+        raise UsageError(f"{option}: no file at '{path}'")
     sys.path.insert(0, str(path.parent.resolve()))  # as python does for a script: its neighbours can be imported
     name = f"_model_of_{path.stem}"  # not the bare stem: the file may be called types.py
     spec = importlib.util.spec_from_file_location(name, path)
@@ -91,11 +99,11 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_package(name: str) -> ModuleType:
+def _from_package(name: str, option: str) -> ModuleType:
     sys.path.insert(0, "")  # the directory one is in, as under python -m
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UsageError(f"--model: no module '{name}'; a file is written with its .py") from None
+            raise UsageError(f"{option}: no module '{name}'; a file is written with its .py") from None
         raise

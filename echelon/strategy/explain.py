@@ -40,6 +40,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "sync_batch_norm": ("exact", "batch-norm statistics over all replicas, as one process has them"),
     "sync_batch_norm=False": ("approximate", "batch-norm statistics of each replica for itself"),
     "reduction.op=sum": ("optimizer", "gradients grow with the number of ranks"),
+    "auto": ("exact", "the quickest plan that fits is found, with the first batch; see 'echelon plan'"),
 }
 
 LEGEND = {

@@ -213,6 +213,33 @@ class Shard:
         require(fits, self, "offload", "'optimizer', or level=3 as well: lower levels need parameters on the device")
 
 
+Means = Literal["amp", "fp16_allreduce", "dgc", "localsgd"]
+
+
+@strict
+class Auto:
+    """The quickest plan that fits is found and run: mesh, stages, splits, micro-batches, recompute, shard.
+
+    measure: run the best few for some steps, in processes that are thrown away, and take the quickest of them
+    trials:  how many of them
+    allow:   approximate means that may be used as well; what they would bring is said all the same
+    memory:  what a device may hold, in bytes or as in "60 GB"; None: all that it has
+    cluster: the machines, as in "2x8xH100" or a file; None: what is found here, as ``echelon bench`` has measured it
+    """
+
+    measure: bool = False
+    trials: int = 3
+    allow: tuple[Means, ...] = ()
+    memory: float | str | None = None
+    cluster: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.trials >= 1, self, "trials", "1 or more")
+        require(self.memory is None or self.memory != "", self, "memory", "bytes, such as '60 GB'")
+        if isinstance(self.memory, int | float):
+            require(self.memory > 0, self, "memory", "a number of bytes above 0")
+
+
 @strict
 class Reduction:
     """How gradients travel between replicas.

@@ -13,6 +13,7 @@ from echelon.strategy.parts import (
     SHORTHAND,
     AdaptiveLocalSgd,
     Amp,
+    Auto,
     Dgc,
     Lamb,
     Lars,
@@ -53,6 +54,7 @@ class Strategy:
     sync_batch_norm:   batch-norm statistics over all replicas, as one process would compute; False is faster.
                        None: yes, except where ranks step alone
     reduction:         how gradients travel
+    auto:              True, "measure" or an Auto: the plan is found by itself; it goes with nothing else
     """
 
     amp: bool | Literal["bf16", "fp16"] | Amp | None = None
@@ -70,6 +72,7 @@ class Strategy:
     lr_scaling: bool | Literal["linear", "sqrt"] | LrScaling | None = None
     sync_batch_norm: bool | None = None
     reduction: Reduction = Reduction()  # frozen, so one shared default is safe
+    auto: bool | Literal["measure"] | Auto | None = None
 
     def __post_init__(self) -> None:
         require(self.gradient_merge >= 1, self, "gradient_merge", "1 or more")
@@ -151,5 +154,6 @@ _PARTS = {
 }
 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {
-    "fp16_allreduce": lambda value: "fp16" if value is True else value or None
+    "fp16_allreduce": lambda value: "fp16" if value is True else value or None,
+    "auto": lambda value: value if isinstance(value, Auto) else Auto(measure=value == "measure") if value else None,
 }

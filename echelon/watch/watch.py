@@ -14,6 +14,7 @@ from torch import Tensor
 from echelon.environment import LOG_DIR
 from echelon.errors import UsageError
 from echelon.watch.clock import make_clock
+from echelon.watch.foretold import Foretold
 from echelon.watch.late import Late
 from echelon.watch.log import Log
 from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard
@@ -24,6 +25,8 @@ class Watch:
 
     def __init__(self, log: Log, device: torch.device, rank: int) -> None:
         self.clock = make_clock(device)
+        self._device = device
+        self._foretold: Foretold | None = None
         self._every, self._log = log.every, log
         self._speaks = rank == 0
         self._sinks: list[Sink] | None = None
@@ -38,11 +41,25 @@ class Watch:
         if self._speaks and self._log.console:
             print(f"echelon: {text}", flush=True)
 
+    def foretell(self, seconds: float, memory: float, held: float) -> None:
+        """What a step is to take, and to hold on this device; after some steps, what came is set against it.
+
+        held: bytes of the model that are there already. What it took to find the plan is no part of a step."""
+        if self._speaks:
+            self._foretold = Foretold(seconds, memory, held, self._device)
+        self.clock.lap("data")
+        self.clock.take()
+        self._since = time.perf_counter()
+
     def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float, total: int | None) -> None:
         """Note a finished step; every few of them, write a record."""
         if not self._speaks:
             return
         self._flush()
+        if self._foretold is not None and (came := self._foretold.step()) is not None:
+            self._foretold = None
+            self.say(came.line)
+            self.note({"step": step, **came.record})
         self._steps += 1
         self._examples = self._examples + examples
         if step % self._every and step != total:

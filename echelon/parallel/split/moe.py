@@ -140,7 +140,7 @@ class SplitMoE(MoE):
 
 
 def _place(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else group.rank()
 
 
 def _exchange(rows: Tensor, there: Journey, axis: SplitAxis, home: bool = False) -> Tensor:

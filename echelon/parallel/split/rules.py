@@ -201,7 +201,7 @@ def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Heads are attended to where they are."""
     given = named(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, kwargs)
     q, k, v = (given.pop(each) for each in ("query", "key", "value"))
-    if not all(isinstance(x, Spread) and x.dim() == 4 and x.along == 1 and x.sizes == q.sizes for x in (q, k, v)):
+    if not all(isinstance(x, Spread) and x.dim() == 4 and x.along == 1 and _same_heads(x, q) for x in (q, k, v)):
         return NotImplemented
     mask = given.pop("attn_mask", None)
     if isinstance(mask, Spread):
@@ -212,6 +212,11 @@ def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
         return NotImplemented
     with own_chance(q.axis, q.device, wanted=given.get("dropout_p", 0.0) > 0):
         return q.like(func(q.local, k.local, v.local, attn_mask=mask, **given))
+
+
+def _same_heads(x: Spread, q: Spread) -> bool:
+    """Whether each rank has the heads of ``x`` that its queries are for; several queries' may share one."""
+    return all(size * q.shape[1] == other * x.shape[1] for size, other in zip(x.sizes, q.sizes, strict=True))
 
 
 def _mask_part(mask: Tensor, q: Spread) -> Any:

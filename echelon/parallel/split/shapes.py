@@ -138,3 +138,17 @@ def index(name: str, func: Function, args: Args, kwargs: Named) -> Any:
         return NotImplemented
     gone = sum(isinstance(each, int) for each in keys[: x.along])
     return x.like(x.local[tuple(keys)], x.along - gone)
+
+
+@rule(["chunk", "split", "unbind"])
+def parts_along(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Pieces along another dimension than the cut: query, key and value of each head, say."""
+    given = named(["dim"] if name == "unbind" else ["pieces", "dim"], args[1:], kwargs)
+    x, dim = args[0], given.get("dim", 0)
+    if not isinstance(x, Spread) or not isinstance(dim, int):
+        return NotImplemented
+    dim %= x.dim()
+    if dim == x.along or (x.rows is not None and dim == 0):
+        return NotImplemented
+    gone = name == "unbind" and dim < x.along
+    return tuple(x.like(part, x.along - gone) for part in func(x.local, *args[1:], **kwargs))

@@ -1,0 +1,39 @@
+"""What a run says of itself at its start: what will run, and what the user may not expect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from echelon.annotate import Marks
+from echelon.plan import Plan
+from echelon.slices import placement_table
+from echelon.world import World
+
+
+def announcement(world: World, plan: Plan, notices: Collection[str]) -> Iterator[str]:
+    yield f"{world.size} x {world.device.type} ({world.backend}), {world.place.launcher}"
+    yield from plan.describe().splitlines()
+    yield from notices
+
+
+def local_statistics(plan: Plan) -> str:
+    """Of a plan whose replicas each have batch-norm statistics of their own."""
+    remedy = "" if plan.local else "; sync_batch_norm=True gives those of one process"
+    return f"batch norm: statistics per replica (inexact){remedy}"
+
+
+def left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[int]) -> Iterator[str]:
+    """Parameters that no optimizer has; ``held`` are in place of the model's own, ``owned`` are by identity."""
+    trained = [(name, held.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
+    left = [name for name, p in trained if id(p) not in owned]
+    if left:
+        yield f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ..."
+
+
+def placement(plan: Plan, marks: Marks, ranks_per_host: int) -> list[str]:
+    """Which devices each marked module is on."""
+    marked = dataclasses.replace(marks, units=plan.stages.units if plan.stages else {})
+    return placement_table(marked, plan.mesh, plan.order, ranks_per_host)

@@ -1,0 +1,1 @@
+"""Measuring this machine for the planner: ``echelon bench``."""

@@ -1,0 +1,94 @@
+"""Draft: what a search decides. With a model it becomes a Plan; with a Profile and a Cluster, a Prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from echelon.marks import ScheduleName
+from echelon.strict import require, strict
+
+Approximation = Literal["dgc", "localsgd"]
+
+
+@strict
+class Draft:
+    """One way to spread one step over devices. Equal drafts are equal plans.
+
+    batch:          samples of the global batch
+    replicate, stage, split: sizes of the mesh's axes, from the outermost in, as in a Plan
+    chunks:         stages on each rank of the stage axis (interleaved: 2 or more)
+    cuts:           index of the first unit of every stage but stage 0; () with one stage
+    micro_batches:  into how many parts each replica's share of the batch is cut; they run one after another
+    schedule:       of the pipeline; None without one
+    recompute:      for each stage, whether its units keep only what they receive; () is nowhere
+    shard:          0 to 3: what replicas share out
+    amp:            forward and loss in 16 bits
+    wire:           the 16-bit type that gradients travel in
+    approximate:    an exchange that changes the mathematics; only where the user allows it
+    shares:         relative sizes of the replicas' batches; () is even
+    widths:         relative widths of the split's parts; () is even
+    order:          ranks from the mesh's first place to its last, where they are not counted up
+    compile:        units are compiled
+    """
+
+    batch: int
+    replicate: int = 1
+    stage: int = 1
+    split: int = 1
+    chunks: int = 1
+    cuts: tuple[int, ...] = ()
+    micro_batches: int = 1
+    schedule: ScheduleName | None = None
+    recompute: tuple[bool, ...] = ()
+    shard: int = 0
+    amp: Literal["bf16", "fp16"] | None = None
+    wire: Literal["fp16", "bf16"] | None = None
+    approximate: Approximation | None = None
+    shares: tuple[float, ...] = ()
+    widths: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "replicate", "stage", "split", "chunks", "micro_batches"):
+            require(getattr(self, name) >= 1, self, name, "1 or more")
+        require(0 <= self.shard <= 3, self, "shard", "0, 1, 2 or 3")
+        require(len(self.cuts) == self.stages - 1, self, "cuts", f"{self.stages - 1} of them for {self.stages} stages")
+        require(len(self.recompute) in (0, self.stages), self, "recompute", "one for each stage, or none")
+        require(len(self.shares) in (0, self.replicate), self, "shares", "one for each replica, or none")
+
+    @property
+    def stages(self) -> int:
+        return self.stage * self.chunks
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.stage * self.split
+
+    @property
+    def micro_batch(self) -> float:
+        """Samples of one micro-batch, where shares are even."""
+        return self.batch / self.replicate / self.micro_batches
+
+    def replaced(self, **changes: object) -> Draft:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """In words: ``replicate 4 x stage 2, 8 micro-batches (1f1b), recompute, shard 1``."""
+        axes = [(name, getattr(self, name)) for name in ("replicate", "stage", "split")]
+        mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one device"
+        micros = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        schedule = f" ({self.schedule}{f', {self.chunks} stages a rank' if self.chunks > 1 else ''})"
+        recomputed = sum(self.recompute)
+        words = [
+            mesh,
+            (micros + (schedule if self.schedule and self.stages > 1 else "")).strip(),
+            "recompute" if recomputed == self.stages else f"recompute in {recomputed} stages" if recomputed else "",
+            f"shard {self.shard}" if self.shard else "",
+            *(word for word in (self.amp, self.wire and f"{self.wire}_allreduce", self.approximate) if word),
+            "uneven shares" if self.shares else "",
+            "uneven widths" if self.widths else "",
+            "compile" if self.compile else "",
+        ]
+        return ", ".join(word for word in words if word.strip())
