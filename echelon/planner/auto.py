@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.amounts import duration, size
 from echelon.annotate import Marks
 from echelon.data import Loader
 from echelon.environment import PLAN
@@ -280,12 +281,12 @@ def _lines(answer: Answer, own_batches: bool) -> Iterator[str]:
     best = answer.best[0]
     full = best.prediction.fullest
     yield (
-        f"auto: {best.draft}: predicted {_ms(best.seconds)} a step and {full.total / 1e9:.3g} GB on a device, the best "
+        f"auto: {best.draft}: predicted {duration(best.seconds)} a step and {size(full.total)} on a device, the best "
         f"of {answer.considered} plans ({answer.seconds:.1f} s)"
     )
     if len(answer.best) > 1:
         second = answer.best[1]
-        yield f"auto: the next best, {second.draft}, would take {_ms(second.seconds)} ({_more(second, best)})"
+        yield f"auto: the next best, {second.draft}, would take {duration(second.seconds)} ({_more(second, best)})"
     for each in answer.would_help:
         yield f"auto: {each}"
     for note in answer.notes:
@@ -296,10 +297,6 @@ def _lines(answer: Answer, own_batches: bool) -> Iterator[str]:
 
 def _more(second: Choice, best: Choice) -> str:
     return f"{second.seconds / best.seconds - 1:+.0%}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _nothing_fits(answer: Answer) -> str:

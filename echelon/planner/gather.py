@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from echelon.planner.amounts import size
+from echelon.amounts import size
 from echelon.planner.anatomy import Anatomy
 from echelon.planner.answer import Answer, Choice, Rejected
 from echelon.planner.cluster import Cluster, Device, Host, Link

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.plan.simulate import Event
-from echelon.planner import amounts, show
+from echelon import amounts
+from echelon.planner import show
 from echelon.planner.answer import Choice
 from echelon.planner.prediction import Memory
 from echelon.planner.report import Remark, Report, Size, samples_per_second

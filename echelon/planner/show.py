@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from echelon.planner import amounts
+from echelon import amounts
 from echelon.planner.answer import Choice
 from echelon.planner.prediction import PARTS, Memory
 from echelon.planner.quantities import Kind

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from echelon.planner.amounts import percent
+from echelon.amounts import percent
 from echelon.planner.answer import Answer, Choice
 from echelon.planner.cluster import Cluster, Host
 from echelon.planner.draft import Draft

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.amounts import size
 from echelon.errors import UsageError
 from echelon.strategy import order, traffic
 from echelon.strategy.combine import Change, active_names, verdicts
@@ -154,7 +155,7 @@ def _remarks_on(model: nn.Module, strategy: Strategy, job: Job) -> Iterator[str]
 
     if norms := _shared_batch_norms(strategy, model, job):
         amount = sum(4 * norm.num_features * 4 for norm in norms) * (job.ranks - 1)
-        yield f"and statistics of {len(norms)} batch norms: {_bytes(amount)} in {2 * len(norms)} exchanges"
+        yield f"and statistics of {len(norms)} batch norms: {size(amount)} in {2 * len(norms)} exchanges"
     if sparse := sparse_names(model):
         yield f"and the rows that a batch uses of {', '.join(sorted(sparse))} (sparse gradients)"
 
@@ -180,7 +181,7 @@ def _sharded(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[
         rows.append((name, *(_amount(amount, model) for amount in (held.parameters, held.gradients, held.state))))
     yield from aligned(rows).splitlines()
     if shard.level == traffic.WHOLE_LAYER and model is not None:
-        yield f"and whole while they compute: a layer or two, of which the largest takes {_bytes(_largest_unit(model))}"
+        yield f"and whole while they compute: a layer or two, of which the largest takes {size(_largest_unit(model))}"
     if shard.offload:
         what = "all three" if shard.offload == "parameters" else "gradients and optimizer state"
         yield f"where the device is a GPU, {what} of the chosen level are in host memory"
@@ -205,16 +206,15 @@ def _activations(strategy: Strategy, model: nn.Module | None, sample: Any) -> It
 
     without = _measured(strategy, model, sample)
     if recompute is None:
-        yield "activations", f"+ {_bytes(without)}", "for this sample"
+        yield "activations", f"+ {size(without)}", "for this sample"
         return
     chains = find_chains(model) if recompute.checkpoints == "auto" else ()
     left = _measured(strategy, model, sample, find_segments(model, recompute.checkpoints), chains)
-    stay = f"{_bytes(left)} stay{' in host memory' if recompute.offload else ''}"
-    yield "recompute", f"- {_bytes(without - left)}", f"of {_bytes(without)} activations for this sample; {stay}"
+    stay = f"{size(left)} stay{' in host memory' if recompute.offload else ''}"
+    yield "recompute", f"- {size(without - left)}", f"of {size(without)} activations for this sample; {stay}"
 
 
 def _measured(strategy: Strategy, model: nn.Module, sample: Any, *recomputed: Any) -> int:
-    from echelon.plan.memory import activation_bytes
 
     amp = strategy.part(Amp)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -257,12 +257,4 @@ def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: Job) -> list[
 
 
 def _amount(amount: float, model: nn.Module | None) -> str:
-    return _bytes(amount) if model is not None else f"{amount / NOMINAL.numel:.3g} bytes per parameter"
-
-
-def _bytes(amount: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if amount < 999.5 or unit == "GB":
-            break
-        amount /= 1000
-    return f"{amount:.3g} {unit}"
+    return size(amount) if model is not None else f"{amount / NOMINAL.numel:.3g} bytes per parameter"

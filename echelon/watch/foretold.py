@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from echelon.amounts import duration, size
+
 #: Steps that are not counted: the first ones allocate, compile, meet and fill caches. And how many are, after those.
 WARM, COUNTED = 5, 15
 
@@ -40,8 +42,9 @@ class Foretold:
         return Came(self._line(seconds, memory), self._record(seconds, memory))
 
     def _line(self, seconds: float, memory: float) -> str:
-        time_ = f"predicted {_ms(self._seconds)} a step, measured {_ms(seconds)} ({seconds / self._seconds - 1:+.0%})"
-        return f"{time_}; memory predicted {_size(self._memory)}, measured {_size(memory)}"
+        off = f"{seconds / self._seconds - 1:+.0%}"
+        time_ = f"predicted {duration(self._seconds)} a step, measured {duration(seconds)} ({off})"
+        return f"{time_}; memory predicted {size(self._memory)}, measured {size(memory)}"
 
     def _record(self, seconds: float, memory: float) -> dict[str, Any]:
         return {
@@ -82,15 +85,3 @@ def _peak(device: torch.device) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024.0 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _size(amount: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if amount < 999.5 or unit == "GB":
-            break
-        amount /= 1000
-    return f"{amount:.3g} {unit}"

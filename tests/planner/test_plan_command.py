@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import cli
-from echelon.planner import amounts, show, why
+from echelon import amounts, cli
+from echelon.planner import show, why
 from echelon.planner.answer import Answer, Choice
 from echelon.planner.builders import gpt
 from echelon.planner.cluster import Cluster

@@ -1,4 +1,4 @@
-"""One process of a measurement, started by crew.py: ``python -m echelon.planner.bench.rank RESULT [--quick] [--engine]``.
+"""One process of a measurement, started by crew.py: ``python -m echelon.planner.bench.rank RESULT [--quick|--engine]``.
 
 Ranks with a core or a GPU each measure it at the same time, because training has them all at work at the same time and
 they share memory and heat. Where there are more ranks than that, the others wait, and take part only in talking.
