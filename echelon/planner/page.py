@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.plan.simulate import Event
 from echelon import amounts
+from echelon.plan.simulate import Event
 from echelon.planner import show
 from echelon.planner.answer import Choice
 from echelon.planner.prediction import Memory

@@ -215,6 +215,7 @@ def _activations(strategy: Strategy, model: nn.Module | None, sample: Any) -> It
 
 
 def _measured(strategy: Strategy, model: nn.Module, sample: Any, *recomputed: Any) -> int:
+    from echelon.plan.memory import activation_bytes
 
     amp = strategy.part(Amp)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
