@@ -8,8 +8,8 @@ thread each. More ranks than cores get equal parts of them, each its own whateve
 of all ranks, with every schedule, counts of micro-batches, and levels of shard; stages are cut by arithmetic, and where
 there are two also one unit to either side.
 First every plan is built once and trains for a few steps at every rate; then those within a tenth of the best, and the
-planner's choice, take turns for ``--rounds`` more, and the figure is the median of these. Ranks run before everything
-else on the machine. The planner knows of this machine what ``echelon bench`` says, and of the network its rate; from
+planner's choice, take turns for ``--rounds`` more, and the figure is the median of these. Ranks stay on a core each and
+run before everything else on the machine. The planner knows of this machine what ``echelon bench`` says, and of the network its rate; from
 1gbit on, where the cores have a part in it, what the same measurement of messages and collectives says between two
 hosts. All plans learn from the same batches; the losses of their first steps are compared. "of the best" is the best
 plan's step time over the choice's: at least 0.97 is wanted.

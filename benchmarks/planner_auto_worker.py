@@ -74,10 +74,17 @@ class Rank:
         return {"collectives": collective_rows(world, quick=True), "overlap": overlap_rows(world, quick=True)}
 
 
+def own_core() -> None:
+    """As on a host of its own: this rank's core is not where another one is at work, unless there are too few."""
+    allowed = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {allowed[RANK % len(allowed)]})
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)  # libraries may print; only answers go to the real output
     os.dup2(2, 1)
     first_in_line()
+    own_core()
     torch.set_num_threads(1)
     echelon.init()
     rank = Rank(TASKS[sys.argv[1]])

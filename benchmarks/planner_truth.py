@@ -181,6 +181,8 @@ def cross_validate(single: list[Row], multi: list[Row], megatron: list[Row], see
 
 def one_table(path: Path, fit_on: Path | None, seed: int, each: bool) -> None:
     rows = with_recompute(read(path))
+    if not rows:
+        raise SystemExit(f"{path} has no rows; the first line names the columns, the others are runs")
     by, judged = Foretelling(FOUND), rows
     print("constants: found on a quarter of the vTrain rows" if fit_on is None else "constants: fitted now")
     if fit_on is not None:

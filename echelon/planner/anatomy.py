@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-KernelKind = Literal["product", "convolution", "attention", "normalization", "pointwise", "reduction", "copy", "lookup"]
+KernelKind = Literal[
+    "product",
+    "convolution",
+    "attention",
+    "normalization",
+    "batch_norm",
+    "pointwise",
+    "reduction",
+    "copy",
+    "layout",
+    "lookup",
+]
 MessageKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather_small"]
 
 
@@ -18,7 +29,9 @@ class Kernel:
     """Launches that are alike.
 
     flops, bytes: of one launch: multiplications and additions; read and written
-    shape:        (batch, m, n, k) of a product, an attention's (batch x heads, queries, keys, width)
+    shape:        (batch, m, n, k) of a product, an attention's (batch x heads, queries, keys, width, 1 if causal), a
+                  convolution's as a product's and its input channels, (samples, channels) of a batch norm, the number of
+                  entries of a function or a pool, which takes a CPU longer than to read and write them
     dtype:        what it computes in
     for_weights:  in backward: it makes a weight's gradient, which a schedule may put off
     """
@@ -81,8 +94,8 @@ class Unit:
     backward_whole:    as backward_peak, but gradients of its weights are counted from when they are made, and stay
     kept, forward_again, backward_again, backward_again_whole: as saved, forward_peak, backward_peak and backward_whole
                        where the unit's module (not the glue around it) is recomputed
-    deferred:          bytes that wait where gradients of weights are put off: inputs of such layers, gradients of outputs
-    crossing:          all that a cut before it parts: outputs of units before it that it or a later one needs, each once
+    deferred:          bytes that wait where gradients of weights are put off: such layers' inputs, outputs' gradients
+    crossing:          all that a cut before it parts: outputs of units before it that it or a later one needs
     casts:             bytes of 16-bit copies of weights that autocast makes, and keeps until the forward pass ends
     """
 

@@ -46,12 +46,19 @@ class Device:
     attention: part of ``peak`` that fused attention reaches
     products_by: the same as ``products`` for single dtypes, where they were measured; see ``products_of``
     convolutions: part of ``peak`` that convolutions of so many FLOPs reach; () is as ``products``
-    convolutions_by: the same for single dtypes; float32's may be above 1, where convolutions are let to use tf32
+    convolutions_by: the same for single dtypes, and sorts, see ``convolutions_of``; float32's may be above 1, where
+               convolutions are let to use tf32
     update:    part of ``bandwidth`` that Adam's update reaches, counted as 28 bytes for each float32 parameter
     origins:   where single figures come from, for those that differ from ``origin``
     cores:     multiprocessors that share a product's tiles; 0: not known, and not counted
     thin:      part of its rate that a product keeps whose smallest dimension is so large (Curve); (): all of it
     overhead:  seconds that every kernel takes besides its own time, where the host is the device
+    parts:     part of what ``streams`` says that kernels of a kind reach: {"layout bfloat16": 0.3}
+    batch_norms_by: the same of batch norm, by dtype: Curve over channels
+    attentions_by: as ``attention``, by dtype: Curve over keys times width, what one query is multiplied with;
+               "bfloat16 causal" is of causal attention, all pairs counted
+    function:  seconds for each entry of a function such as gelu, where that takes longer than to read and write it
+    training:  what a training step takes for a second of its kernels one by one: they fill each other's caches
     updates:   as ``update``, for other optimizers, counted by the bytes that each reads and writes
     engine:    seconds of the host in training: for a "step", a "micro" batch, an "action" of a pipeline with its
                message, a "unit" whose shards are gathered; what is missing is as System has it
@@ -75,6 +82,11 @@ class Device:
     cores: int = 0
     thin: Curve = ()
     overhead: float = 0.0
+    function: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict, hash=False)
+    batch_norms_by: dict[str, Curve] = field(default_factory=dict, hash=False)
+    attentions_by: dict[str, Curve] = field(default_factory=dict, hash=False)
+    training: float = 1.0
     updates: dict[str, float] = field(default_factory=dict, hash=False)
     engine: dict[str, float] = field(default_factory=dict, hash=False)
 
@@ -86,9 +98,16 @@ class Device:
         """Part of ``peak_of(dtype)`` that matrix products reach."""
         return self.products_by.get(self._own(dtype), self.products)
 
-    def convolutions_of(self, dtype: str) -> Curve:
-        """Part of ``peak_of(dtype)`` that convolutions reach."""
-        return self.convolutions_by.get(self._own(dtype), self.convolutions) or self.products_of(dtype)
+    def convolutions_of(self, dtype: str, sort: str = "") -> Curve:
+        """Part of ``peak_of(dtype)`` that convolutions reach, also of one sort: "1x1", or of "few" input channels."""
+        every = self.convolutions_by.get(self._own(dtype), self.convolutions) or self.products_of(dtype)
+        return self.convolutions_by.get(f"{self._own(dtype)} {sort}", every) if sort else every
+
+    def attention_of(self, dtype: str, each: float, causal: bool) -> float:
+        """Part of ``peak_of(dtype)`` that fused attention reaches; ``each``: keys times width."""
+        own = self._own(dtype)
+        curve = self.attentions_by.get(f"{own} causal" if causal else own) or self.attentions_by.get(own)
+        return read_curve(curve, each) if curve else self.attention
 
     def origin_of(self, figure: str) -> Origin:
         return self.origins.get(figure, self.origin)

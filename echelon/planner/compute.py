@@ -11,7 +11,7 @@ from echelon.planner.cluster import Curve, Device, read_curve
 from echelon.planner.system import System
 
 COMPUTES = frozenset({"product", "convolution", "attention"})
-FUSABLE = frozenset({"pointwise", "normalization", "reduction", "copy"})
+FUSABLE = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})
 
 #: Tiles that a library cuts a product's result into, and the part of a multiprocessor's rate that each reaches: small
 #: ones read more of their operands for each multiplication.
@@ -73,9 +73,11 @@ class _Pace:
 
 def kernel_seconds(kernel: Kernel, device: Device, fused: float = 1.0) -> float:
     """One launch. ``fused``: part of the kernel's bytes that is left where it is one with its neighbours."""
-    moving = stream_seconds(_moved(kernel, device) * fused, device)
+    moving = stream_seconds(_moved(kernel, device) * fused, device) / kind_part(kernel, device)
     computing = kernel.flops / _rate(kernel, device) if kernel.kind in COMPUTES and kernel.flops else 0.0
-    return device.overhead * fused + max(device.floor * fused, moving, computing)
+    if len(kernel.shape) == 1:
+        computing = kernel.shape[0] * device.function
+    return device.training * (device.overhead * fused + max(device.floor * fused, moving, computing))
 
 
 def stream_seconds(moved: float, device: Device) -> float:
@@ -95,11 +97,31 @@ def _rate(kernel: Kernel, device: Device) -> float:
     """FLOP/s that the kernel reaches."""
     peak = device.peak_of(kernel.dtype)
     if kernel.kind == "attention":
-        return peak * device.attention
+        _, _, keys, width, causal = kernel.shape if len(kernel.shape) == 5 else (0, 0, 1e6, 1, 0)
+        return peak * device.attention_of(kernel.dtype, keys * width, bool(causal))
     if kernel.kind == "convolution" and device.convolutions:
-        return peak * read_curve(device.convolutions_of(kernel.dtype), kernel.flops)
+        return peak * read_curve(device.convolutions_of(kernel.dtype, sort_of(kernel.shape)), kernel.flops)
     whole = peak * read_curve(device.products_of(kernel.dtype), kernel.flops)
-    return whole * tile_part(kernel.shape, device.cores) * thin_part(kernel.shape, device.thin)
+    shape = kernel.shape[:4]
+    return whole * tile_part(shape, device.cores) * thin_part(shape, device.thin)
+
+
+def kind_part(kernel: Kernel, device: Device) -> float:
+    """Part of a stream's bandwidth that a kernel of this kind reaches."""
+    curve = device.batch_norms_by.get(kernel.dtype) if kernel.kind == "batch_norm" else None
+    if curve and len(kernel.shape) == 2:
+        return read_curve(curve, kernel.shape[1])
+    return device.parts.get(f"{kernel.kind} {kernel.dtype}", 1.0)
+
+
+FEW_CHANNELS = 8  # with fewer, units for matrix products have little to do
+
+
+def sort_of(shape: tuple[float, ...]) -> str:
+    """Of a convolution; those of one sort reach about as much."""
+    if len(shape) != 5:
+        return ""
+    return "few" if shape[4] < FEW_CHANNELS else "1x1" if shape[3] == shape[4] else ""
 
 
 def thin_part(shape: tuple[float, ...], thin: Curve) -> float:

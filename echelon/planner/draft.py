@@ -78,12 +78,12 @@ class Draft:
         """In words: ``replicate 4 x stage 2, 8 micro-batches (1f1b), recompute, shard 1``."""
         axes = [(name, getattr(self, name)) for name in ("replicate", "stage", "split")]
         mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one device"
-        micros = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        micros = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
         schedule = f" ({self.schedule}{f', {self.chunks} stages a rank' if self.chunks > 1 else ''})"
         recomputed = sum(self.recompute)
         words = [
             mesh,
-            (micros + (schedule if self.schedule and self.stages > 1 else "")).strip(),
+            micros + schedule if self.stages > 1 else micros if self.micro_batches > 1 else "",
             "recompute" if recomputed == self.stages else f"recompute in {recomputed} stages" if recomputed else "",
             f"shard {self.shard}" if self.shard else "",
             *(word for word in (self.amp, self.wire and f"{self.wire}_allreduce", self.approximate) if word),

@@ -22,6 +22,7 @@ _UNITS: dict[str, Kind] = {
     "launch": "seconds",
     "floor": "seconds",
     "overhead": "seconds",
+    "function": "seconds",
     "latency": "seconds",
 }
 
@@ -46,6 +47,11 @@ class DeviceEntry:
     cores: int | None = None
     thin: Curve | None = None
     overhead: float | str | None = None
+    function: float | str | None = None
+    parts: dict[str, float] | None = None
+    batch_norms_by: dict[str, Curve] | None = None
+    attentions_by: dict[str, Curve] | None = None
+    training: float | None = None
     updates: dict[str, float] | None = None
     engine: dict[str, float] | None = None
     origin: Origin | None = None
@@ -54,13 +60,14 @@ class DeviceEntry:
     def __post_init__(self) -> None:
         for name in ("products", "streams", "convolutions", "thin"):
             require(_rises(getattr(self, name) or ()), self, name, "pairs of numbers above 0, the first rising")
-        for name in ("products_by", "convolutions_by"):
+        for name in ("products_by", "convolutions_by", "batch_norms_by", "attentions_by"):
             for curve in (getattr(self, name) or {}).values():
                 require(bool(curve) and _rises(curve), self, name, "pairs of numbers above 0, the first rising")
         for name in ("attention", "update"):
             require(getattr(self, name) is None or getattr(self, name) > 0, self, name, "a part of the peak, above 0")
         require(self.cores is None or self.cores >= 0, self, "cores", "0 or more")
-        require(all(part > 0 for part in (self.updates or {}).values()), self, "updates", "parts above 0")
+        for name in ("updates", "parts"):
+            require(all(part > 0 for part in (getattr(self, name) or {}).values()), self, name, "parts above 0")
         require(all(seconds >= 0 for seconds in (self.engine or {}).values()), self, "engine", "seconds, 0 or more")
 
     def figures(self, where: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _shared(device: Device, ranks: float) -> Device:
 
 def _slowed(device: Device, ranks: float) -> Device:
     """One rank's part of cores that several use at once: there the host's own work takes longer too."""
-    own = {name: getattr(device, name) * ranks for name in ("launch", "floor", "overhead")}
+    own = {name: getattr(device, name) * ranks for name in ("launch", "floor", "overhead", "function")}
     engine = {what: seconds * ranks for what, seconds in device.engine.items()}
     return replace(_shared(device, ranks), **own, engine=engine)
 

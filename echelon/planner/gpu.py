@@ -25,7 +25,7 @@ IN_FLOAT32 = frozenset((
     "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log10", "log1p",
     "cosh", "sinh", "tan", "acos", "asin", "softplus", "softmax", "softmin", "log_softmax", "layer_norm",
     "group_norm", "norm", "normalize", "cumsum", "cumprod", "prod", "sum", "renorm", "dist", "cdist",
-    "cosine_similarity", "cross_entropy", "nll_loss", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss",
+    "cosine_similarity", "nll_loss", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss",
     "kl_div", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "hinge_embedding_loss",
     "margin_ranking_loss", "soft_margin_loss", "triplet_margin_loss",
 ))  # fmt: skip

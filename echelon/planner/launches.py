@@ -51,6 +51,8 @@ def launches_of(operation: Operation) -> list[Made]:
     if packet in _CONVOLUTIONS_BACK:
         return _convolution_back(operation)
     kind = kind_of(operation.func)
+    if kind == "copy" and _rearranges(operation):
+        kind = "layout"
     flops, shape = _arithmetic(kind, packet, operation)
     launch = Launch(kind, flops, _traffic(kind, operation), shape, _dtype(operation))
     launch.is_sum = operation.func is aten.add.Tensor
@@ -62,7 +64,7 @@ def launches_of(operation: Operation) -> list[Made]:
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.mkldnn_convolution}
 _CONVOLUTIONS_BACK = {aten.convolution_backward}
-_NORMS = ("norm", "softmax")
+_NORMS = ("norm",)
 _COPIES = (
     *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_backward", "select_backward"),
     *("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "zero_", "fill_", "fill", "roll"),
@@ -81,13 +83,38 @@ def kind_of(func: Any) -> KernelKind:
         return "convolution"
     if "attention" in name:
         return "attention"
+    if "batch_norm" in name:
+        return "batch_norm"
     if any(word in name for word in _NORMS):
         return "normalization"
     if name in _COPIES:
         return "copy"
     if name.startswith(_LOOKUPS):
         return "lookup"
-    return "reduction" if name.split("_")[0] in _REDUCTIONS or "pool" in name or "logsumexp" in name else "pointwise"
+    reduces = name.split("_")[0] in _REDUCTIONS or any(word in name for word in ("pool", "softmax", "logsumexp"))
+    return "reduction" if reduces else "pointwise"
+
+
+#: Functions of single entries that take a CPU many instructions; those of pools' windows do too.
+_FUNCTIONS = ("gelu", "tanh", "sigmoid", "silu", "mish", "softplus", "erf", "exp", "log", "sin", "cos", "pow", "atan")
+
+
+@functools.cache
+def _takes_long(func: Any) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    return kind_of(func) in ("pointwise", "reduction") and (name.startswith(_FUNCTIONS) or "pool" in name)
+
+
+def _rearranges(operation: Operation) -> bool:
+    """Whether a copy is laid out in another way than what it is made of: no device reads and writes both in a row."""
+    made = operation.results[0] if operation.results else None
+    return made is not None and any(
+        not given.is_contiguous()
+        and given.numel() > 1
+        and (given.shape != made.shape or given.stride() != made.stride())
+        for given in operation.operands[-1 if operation.func._schema.name == "aten::copy_" else 0 :]
+        if given.is_floating_point()
+    )
 
 
 # ---- arithmetic ----
@@ -103,9 +130,12 @@ def _arithmetic(kind: KernelKind, packet: Any, operation: Operation) -> tuple[fl
         x, weight = operation.args[:2]
         transposed = len(operation.args) > 6 and bool(operation.args[6])
         return _convolution(x, weight, operation.results[0], transposed)
-    if kind in ("copy", "lookup"):
+    if kind in ("copy", "layout", "lookup"):
         return 0.0, ()
-    return float(max((t.numel() for t in (*operation.results, *operation.operands)), default=0)), ()
+    if kind == "batch_norm":
+        return _batch_norm(operation)
+    entries = float(max((t.numel() for t in (*operation.results, *operation.operands)), default=0))
+    return entries, (entries,) if _takes_long(operation.func) else ()
 
 
 def _product_shape(packet: Any, args: Sequence[Any]) -> tuple[float, ...]:
@@ -122,19 +152,32 @@ def _attention(operation: Operation) -> tuple[float, tuple[float, ...]]:
     backward = "backward" in operation.func._schema.name
     query, key, value = operation.args[1:4] if backward else operation.args[:3]
     rows = query.shape[:-2].numel()
-    shape = (rows, query.shape[-2], key.shape[-2], query.shape[-1])
+    causal = operation.args[7] if backward else operation.args[4] if len(operation.args) > 4 else False
+    shape = (rows, query.shape[-2], key.shape[-2], query.shape[-1], float(causal is True))
     pairs = float(rows * query.shape[-2] * key.shape[-2])
     inner, outer = query.shape[-1], value.shape[-1]
     return pairs * (6 * inner + 4 * outer if backward else 2 * inner + 2 * outer), shape
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tuple[float, tuple[float, ...]]:
-    """As a product: (groups, positions, output channels, kernel entries). Weights are (out, in / groups, *kernel)."""
+    """As a product: (groups, positions, output channels, kernel entries), and input channels of a group. Weights are
+    (out, in / groups, *kernel)."""
     places = (x if transposed else out).shape
     positions = places[0] * places[2:].numel()
     groups = max(1, (out.shape[1] // weight.shape[1]) and x.shape[1] // weight.shape[1]) if not transposed else 1
     entries = weight.shape[1:].numel()
-    return 2.0 * positions * weight.shape[0] * entries, (groups, positions, weight.shape[0] / groups, entries)
+    return 2.0 * positions * weight.shape[0] * entries, (
+        groups,
+        positions,
+        weight.shape[0] / groups,
+        entries,
+        weight.shape[1],
+    )
+
+
+def _batch_norm(operation: Operation) -> tuple[float, tuple[float, ...]]:
+    x = max(operation.operands, key=Tensor.numel)
+    return float(x.numel()), (x.shape[0], x.shape[1] if x.dim() > 1 else 1)
 
 
 def _convolution_back(operation: Operation) -> list[Made]:

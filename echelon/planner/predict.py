@@ -162,7 +162,8 @@ class _Replica:
         again = np.array(draft.recompute or (False,) * draft.stages, dtype=float)
         split_forward, split_backward = split[0], split[1] + again * split[2]
         replay, b_host = again * replay, b_host + again * replay_host
-        b, w, each = b + self._adding(), w + self._adding(), self._each_pass()
+        adding, adding_host = self._adding()
+        b, w, b_host, each = b + adding, w + adding, b_host + adding_host, self._each_pass()
         apart = self.host.get("action", 0.0) if draft.schedule == "zero-bubble" else 0.0  # weights' own actions
         sent = self._packing()
         return StageTimes(
@@ -177,9 +178,9 @@ class _Replica:
         return micro if self.draft.stage == 1 else self.host.get("action", micro)
 
     def _adding(self) -> Array:
-        """Gradients of all micro-batches but the first are added up."""
+        """Gradients of all micro-batches but the first are added up: seconds of the device, and of the host."""
         device, micros = self.kind.workers[0][0][0], self.draft.micro_batches
-        adding = self.costs.units.adding(self.setting, device).between(self.bounds)[0]
+        adding = self.costs.units.adding(self.setting, device).between(self.bounds)
         return adding * (1 - 1 / micros)
 
     def _packing(self) -> Array:

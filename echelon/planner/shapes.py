@@ -68,7 +68,11 @@ class Means:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def micro_batches(self, mesh: Mesh, batch: int) -> list[int]:
-        return self._given("micro_batches", find_micro_batches(math.ceil(batch / mesh.replicate)))
+        """How many there may be. A pipeline of one is a way to wait."""
+        found = find_micro_batches(math.ceil(batch / mesh.replicate))
+        return self._given(
+            "micro_batches", [count for count in found if count > 1] or found if mesh.stage > 1 else found
+        )
 
     def shapes(self, mesh: Mesh, micro_batches: int) -> Iterator[Shape]:
         """All of them, with the quickest arithmetic. The usual schedule comes first."""

@@ -94,10 +94,18 @@ class UnitCosts:
         return self._between_samples("sizes", setting, None, _sizes)
 
     def adding(self, setting: Setting, device: Device) -> Sums:
-        """Row: seconds to add gradients to those of earlier micro-batches."""
+        """Rows: seconds to add gradients to those of earlier micro-batches, and of the host to start that."""
 
         def of(sheet: Sheet) -> Sums:
-            return running([(stream_seconds(self.system.added * unit.trained, device),) for unit in sheet.units])
+            return running(
+                [
+                    (
+                        stream_seconds(self.system.added * unit.trained, device),
+                        sum(kernel.count for kernel in unit.backward.kernels if kernel.for_weights) * device.launch,
+                    )
+                    for unit in sheet.units
+                ]
+            )
 
         return self._between_samples("adding", setting, device.name, of)
 
@@ -138,7 +146,7 @@ class UnitCosts:
                 host,
                 back_host,
                 again * cost.forward,
-                again * host,
+                again * host * (1.0 if device.overhead else self.system.replay_host),
             )
         return running([rows[id(unit)] for unit in sheet.units])
 
@@ -178,7 +186,7 @@ def _statistics(sheet: Sheet, group: Group) -> Sums:
     def of(unit: Unit) -> tuple[float, float]:
         if not unit.norm_statistics or group.ranks == 1:
             return 0.0, 0.0
-        layers = max(1, sum(k.count for k in unit.forward.kernels if k.kind == "normalization"))
+        layers = max(1, sum(k.count for k in unit.forward.kernels if k.kind in ("normalization", "batch_norm")))
         size = 4 * unit.norm_statistics / layers
         gathered = layers * seconds("gather_small", size * group.ranks, group)
         return gathered, layers * seconds("all_reduce", size, group)

@@ -48,6 +48,8 @@ class System:
     added:            bytes that are read and written to add an entry's gradient to that of earlier micro-batches
     copied:           bytes read and written for an entry that travels between replicas: to line up gradients that are
                       summed, gradients of which each gets a part, weights that are gathered
+    replay_host:      factor on the host's time for what recompute runs again: every tensor that is not kept is put
+                      aside and found again by hooks
     packs:            what a stage sends is copied together first
     """
 
@@ -80,6 +82,7 @@ class System:
     added: float = 0.0
     copied: tuple[float, float, float] = (0.0, 0.0, 0.0)
     packs: bool = False
+    replay_host: float = 1.0
 
     def state_bytes(self, optimizer: str) -> float:
         """Of one trained entry."""
@@ -105,4 +108,4 @@ class System:
         return self.update_traffic * (both_ways + self.gradient_bytes(amp) + copies)
 
 
-ECHELON = System("echelon", micro=2e-4, step=1e-3, added=12.0, copied=(8.0, 24.0, 12.0), packs=True)
+ECHELON = System("echelon", micro=2e-4, step=1e-3, added=12.0, copied=(8.0, 24.0, 12.0), packs=True, replay_host=3.5)

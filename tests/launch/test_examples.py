@@ -114,3 +114,13 @@ def test_every_example_is_tested() -> None:
     tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
     tested |= {"experts.py", "many_classes.py", "pipeline.py", "deepfm.py", "wide_deep.py", "word2vec.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_auto_finds_a_plan_says_why_and_learns(tmp_path: Path) -> None:
+    out = run("auto.py", cwd=tmp_path)
+    choice = r"auto: (replicate|split|stage) 2.*: predicted [\d.]+ ms a step and [\d.]+ MB on a device"
+    assert re.search(choice, out), out
+    assert re.search(r"predicted [\d.]+ ms a step, measured [\d.]+ ms \([+-]\d+%\)", out), out
+    found = re.search(r"loss on 500 unseen words after 200 steps: ([\d.]+)", out)
+    assert found, out
+    assert float(found[1]) < 0.02

@@ -20,7 +20,7 @@ from echelon.world import World
 
 WIDTH, UNITS, ROWS = 16, 8, 32
 MANY = 9  # micro-batches, where one is not enough to tell
-STEPS = 40
+STEPS = 100
 
 
 def engine_rows(world: World, quick: bool) -> list[Row]:
@@ -83,17 +83,17 @@ def _seconds(world: World, found: Any, draft: Any, batch: tuple[torch.Tensor, ..
     engine = echelon.distribute(model, loss=mse_loss, optimizer=optimizer, plan=saved, log=quiet)
     rows = tuple(tensor[: ROWS // draft.replicate] for tensor in batch)
     try:
-        return _middle(world, lambda: engine.step(*rows), steps)
+        return _low(world, lambda: engine.step(*rows), steps)
     finally:
         engine.close()
 
 
-def _middle(world: World, step: Callable[[], object], steps: int) -> float:
-    """The lower quartile: what others do is not its figure."""
+def _low(world: World, step: Callable[[], object], steps: int) -> float:
+    """The lowest tenth: what others do is not its figure."""
     seconds = []
     for _ in range(steps):
         dist.barrier(world.control)
         begin = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begin)
-    return statistics.quantiles(seconds[2:], n=4)[0]
+    return statistics.quantiles(seconds[2:], n=10)[0]

@@ -6,13 +6,16 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from echelon.planner.bench.engine import engine_figures
+from echelon.planner.bench.launch import training
+from echelon.planner.bench.gpu_figures import gpu_figures
 from echelon.planner.bench.overlap import hidden_part
 from echelon.planner.bench.timing import Row
 from echelon.planner.cluster import Curve, Device
-from echelon.planner.compute import thin_part, tile_part
+from echelon.planner.compute import kernel_seconds, thin_part, tile_part
 
 Rows = dict[str, list[Row]]
 Points = list[tuple[float, float]]
@@ -49,6 +52,7 @@ def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
     if synchronous:
         figures["overhead"] = max(0.0, launches["chain"] - launches["bare"])
         figures["thin"] = thin
+        figures["function"] = rows["functions"][0]["seconds"] / rows["functions"][0]["entries"]
         figures["engine"] = engine_figures(rows["engine"], launches["chain"]) if "engine" in rows else {}
     convolutions = {
         name.split()[1]: rising((row["flops"], _rate(row) / peak[name.split()[1]]) for row in part)
@@ -59,8 +63,24 @@ def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
     figures["convolutions_by"] = convolutions
     for name, part in rows.items():
         if name.startswith("attention "):
-            figures["attention"] = statistics.median(_rate(row) / peak[name.split()[1]] for row in part)
-    return figures if known else figures | {"peak": peak, "bandwidth": bandwidth}
+            plain = [row for row in part if not row.get("causal")]
+            figures["attention"] = statistics.median(_rate(row) / peak[name.split()[1]] for row in plain)
+    figures |= {} if known else {"peak": peak, "bandwidth": bandwidth}
+    if not synchronous:
+        figures |= gpu_figures(rows, figures["streams"], bandwidth, peak)
+    if synchronous:
+        figures["training"] = _in_training(replace(device, **figures), rows["training"][0]["seconds"])
+    return figures
+
+
+def _in_training(device: Device, seconds: float) -> float:
+    """What a step takes, for a second of its kernels one by one."""
+    from echelon.planner.profile import profile
+
+    model, batch = training()
+    units = profile(model, (batch,), call=lambda model, batch: model(batch[0]).sum()).sheet(len(batch)).units
+    kernels = [kernel for unit in units for way in (unit.forward, unit.backward) for kernel in way.kernels]
+    return max(1.0, seconds / sum(kernel.count * kernel_seconds(kernel, device) for kernel in kernels))
 
 
 def _computing(rows: list[Row], bandwidth: float) -> list[Row]:

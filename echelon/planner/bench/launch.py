@@ -28,6 +28,25 @@ def launch_rows(clock: Clock) -> list[Row]:
     ]
 
 
+def training() -> tuple[nn.Module, Tensor]:
+    """A transformer that a core takes some milliseconds for, and a batch."""
+    return nn.Sequential(*(_Block(128) for _ in range(4))), torch.randn(8, 64, 128)
+
+
+def training_rows(clock: Clock) -> list[Row]:
+    """Forward and backward of it as a whole: kernels that follow each other find less in caches than one by itself."""
+    model, batch = training()
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(batch).sum().backward()
+
+    step()
+    seconds = sorted(clock.lap(step) for _ in range(40))
+    return [{"what": "training", "seconds": seconds[len(seconds) // 4]}]
+
+
 def _chain(device: torch.device) -> Any:
     """A step of a transformer so small that a GPU waits for the host, and a CPU for Python."""
     width, samples, positions = (256, 2, 64) if device.type == "cuda" else (16, 1, 4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
-from echelon.planner.bench.timing import Clock, Row
+from echelon.planner.bench.timing import Call, Clock, Row
 
 Shape = tuple[int, ...]
 
@@ -37,6 +37,11 @@ _CONVOLUTIONS: tuple[Shape, ...] = (
         (64, 256, 56, 64, 1),
         (64, 1024, 14, 256, 1),
         (256, 128, 28, 128, 3),
+        (64, 64, 56, 256, 1),
+        (64, 512, 28, 128, 1),
+        (64, 2048, 7, 512, 1),
+        (256, 256, 56, 64, 1),
+        (64, 3, 224, 64, 7),
     ),
 )
 _CPU_CONVOLUTIONS: tuple[Shape, ...] = (
@@ -44,7 +49,10 @@ _CPU_CONVOLUTIONS: tuple[Shape, ...] = (
 )
 
 #: (samples, heads, positions, width of a head)
-_ATTENTION: tuple[Shape, ...] = ((32, 16, 512, 64), (8, 16, 1024, 64), (4, 16, 2048, 128), (2, 16, 4096, 128))
+_ATTENTION: tuple[Shape, ...] = (
+    *((256, 16, 128, 64), (32, 16, 512, 64), (8, 16, 1024, 64), (8, 16, 2048, 64)),
+    *((4, 16, 2048, 128), (2, 16, 4096, 128)),
+)
 _CPU_ATTENTION: tuple[Shape, ...] = ((4, 4, 64, 32), (2, 8, 128, 64), (1, 8, 256, 64))
 
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,12 +80,16 @@ def thin_rows(clock: Clock, quick: bool) -> list[Row]:
 
 def product_row(clock: Clock, dtype: str, shape: Shape) -> Row:
     batch, m, n, k = shape
-    left = torch.randn(batch, m, k, device=clock.device, dtype=_DTYPES[dtype])
-    right = torch.randn(batch, k, n, device=clock.device, dtype=_DTYPES[dtype])
-    with _precision(dtype):
+
+    def make() -> Call:
+        left = torch.randn(batch, m, k, device=clock.device, dtype=_DTYPES[dtype])
+        right = torch.randn(batch, k, n, device=clock.device, dtype=_DTYPES[dtype])
         if batch == 1:
             left, right = left[0], right[0]
-        seconds = clock.seconds(lambda: left @ right)
+        return lambda: left @ right
+
+    with _precision(dtype):
+        seconds = clock.seconds_of(make, 4 * batch * (m * k + k * n + m * n))
     return {"dtype": dtype, "shape": list(shape), "flops": 2.0 * batch * m * n * k, "seconds": seconds}
 
 
@@ -90,27 +102,35 @@ def convolution_rows(clock: Clock, dtype: str, quick: bool) -> list[Row]:
 def _convolution(clock: Clock, dtype: str, shape: Shape) -> Row:
     samples, channels, side, out, size = shape
     kind = _DTYPES[dtype]
-    x = torch.randn(samples, channels, side, side, device=clock.device, dtype=kind, requires_grad=True)
+    learns = channels > 3  # images have no gradient
+    x = torch.randn(samples, channels, side, side, device=clock.device, dtype=kind, requires_grad=learns)
     w = torch.randn(out, channels, size, size, device=clock.device, dtype=kind, requires_grad=True)
-    y = conv2d(x, w, padding=size // 2)
+    stride = 2 if size > 3 else 1
+    y = conv2d(x, w, None, stride, size // 2)
+    inputs = (x, w) if learns else (w,)
     flops = 2.0 * y.numel() * channels * size * size
-    seconds = clock.seconds(lambda: _there_and_back(conv2d(x, w, padding=size // 2), (x, w), y.detach()))
-    return {"dtype": dtype, "shape": list(shape), "flops": flops, "seconds": seconds / 3}
+    seconds = clock.seconds(lambda: _there_and_back(conv2d(x, w, None, stride, size // 2), inputs, y.detach()))
+    return {"dtype": dtype, "shape": list(shape), "flops": flops, "seconds": seconds / (1 + len(inputs))}
 
 
 def attention_rows(clock: Clock, dtype: str, quick: bool) -> list[Row]:
     """Forward and backward together; ``flops`` of the forward alone, of which backward has 2.5 times as many."""
     shapes = _ATTENTION if clock.on_gpu else _CPU_ATTENTION
-    return [_attention(clock, dtype, shape) for shape in (shapes[:2] if quick else shapes)]
+    ways = (False, True) if clock.on_gpu else (False,)
+    return [_attention(clock, dtype, shape, way) for shape in (shapes[:2] if quick else shapes) for way in ways]
 
 
-def _attention(clock: Clock, dtype: str, shape: Shape) -> Row:
+def _attention(clock: Clock, dtype: str, shape: Shape, causal: bool) -> Row:
     samples, heads, positions, width = shape
-    q, k, v = (torch.randn(shape, device=clock.device, dtype=_DTYPES[dtype], requires_grad=True) for _ in range(3))
-    back = torch.randn(shape, device=clock.device, dtype=_DTYPES[dtype])
+
+    def make() -> Call:
+        q, k, v = (torch.randn(shape, device=clock.device, dtype=_DTYPES[dtype], requires_grad=True) for _ in range(3))
+        back = torch.randn(shape, device=clock.device, dtype=_DTYPES[dtype])
+        return lambda: _there_and_back(scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), back)
+
     flops = 4.0 * samples * heads * positions**2 * width
-    seconds = clock.seconds(lambda: _there_and_back(scaled_dot_product_attention(q, k, v), (q, k, v), back))
-    return {"dtype": dtype, "shape": list(shape), "flops": flops, "seconds": seconds / 3.5}
+    seconds = clock.seconds_of(make, 32 * samples * heads * positions * width)
+    return {"dtype": dtype, "shape": list(shape), "flops": flops, "seconds": seconds / 3.5, "causal": causal}
 
 
 def _there_and_back(y: Tensor, inputs: tuple[Tensor, ...], back: Tensor) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from echelon.planner.bench.collectives import collective_rows
 from echelon.planner.bench.engine import engine_rows
-from echelon.planner.bench.launch import launch_rows
+from echelon.planner.bench.kinds import heavy_rows, kind_rows
+from echelon.planner.bench.launch import launch_rows, training_rows
 from echelon.planner.bench.overlap import overlap_rows
 from echelon.planner.bench.products import (
     attention_rows,
@@ -28,7 +29,7 @@ from echelon.planner.bench.products import (
     product_rows,
     thin_rows,
 )
-from echelon.planner.bench.streams import stream_row, stream_rows, update_rows
+from echelon.planner.bench.streams import function_rows, stream_row, stream_rows, update_rows
 from echelon.planner.bench.timing import Clock, Row
 from echelon.planner.find import cores
 from echelon.world import World, init, shutdown
@@ -78,11 +79,20 @@ def _device_parts(world: World, quick: bool) -> list[Part]:
         ("alone", lambda: alone_rows(world, clock)),
         *((f"products {dtype}", partial(product_rows, clock, dtype, quick)) for dtype in dtypes),
         *((f"convolutions {dtype}", partial(convolution_rows, clock, dtype, quick)) for dtype in both),
-        (f"attention {half}", lambda: attention_rows(clock, half, quick)),
+        *(
+            (f"attention {dtype}", partial(attention_rows, clock, dtype, quick))
+            for dtype in both
+            if dtype == half or clock.on_gpu
+        ),
         ("streams", lambda: stream_rows(clock, quick)),
-        *([] if clock.on_gpu else [("thin", lambda: thin_rows(clock, quick))]),
+        *(
+            [("kinds", lambda: kind_rows(clock, half, quick)), ("functions", lambda: heavy_rows(clock, half))]
+            if clock.on_gpu
+            else [("thin", lambda: thin_rows(clock, quick)), ("functions", lambda: function_rows(clock))]
+        ),
         ("update", lambda: update_rows(clock, quick)),
         ("launch", lambda: launch_rows(clock)),
+        *([] if clock.on_gpu else [("training", lambda: training_rows(clock))]),
     ]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from echelon.planner.bench.timing import Clock, Row
+from echelon.planner.bench.timing import Call, Clock, Row
 
 #: Adam reads a parameter, its gradient and two averages, and writes three of them, in float32.
 ADAM_BYTES = 28
 MOMENTUM_BYTES = 20
+_ENTRIES = 2**17
 
 
 def stream_rows(clock: Clock, quick: bool) -> list[Row]:
@@ -19,8 +20,21 @@ def stream_rows(clock: Clock, quick: bool) -> list[Row]:
 
 
 def stream_row(clock: Clock, size: int) -> Row:
-    a, b = (torch.randn(size // 12, device=clock.device) for _ in range(2))
-    return {"bytes": float(a.numel() * 12), "seconds": clock.seconds(lambda: a + b)}
+    def make() -> Call:
+        a, b = (torch.randn(size // 12, device=clock.device) for _ in range(2))
+        return lambda: a + b
+
+    return {"bytes": float(size // 12 * 12), "seconds": clock.seconds_of(make, size)}
+
+
+def function_rows(clock: Clock) -> list[Row]:
+    """A function that takes a CPU many instructions for each entry."""
+
+    def make() -> Call:
+        x = torch.randn(_ENTRIES, device=clock.device)
+        return lambda: torch.nn.functional.gelu(x)
+
+    return [{"entries": _ENTRIES, "seconds": clock.seconds_of(make, 8 * _ENTRIES)}]
 
 
 def update_rows(clock: Clock, quick: bool) -> list[Row]:
