@@ -9,10 +9,10 @@ of all ranks, with every schedule, counts of micro-batches, and levels of shard;
 there are two also one unit to either side.
 First every plan is built once and trains for a few steps at every rate; then those within a tenth of the best, and the
 planner's choice, take turns for ``--rounds`` more, and the figure is the median of these. Ranks stay on a core each and
-run before everything else on the machine. The planner knows of this machine what ``echelon bench`` says, and of the network its rate; from
-1gbit on, where the cores have a part in it, what the same measurement of messages and collectives says between two
-hosts. All plans learn from the same batches; the losses of their first steps are compared. "of the best" is the best
-plan's step time over the choice's: at least 0.97 is wanted.
+run before everything else on the machine. The planner knows of this machine what ``echelon bench`` says, and of the
+network its rate; from 1gbit on, where the cores have a part in it, what the same measurement of messages and
+collectives says between two hosts. All plans learn from the same batches; the losses of their first steps are compared.
+"of the best" is the best plan's step time over the choice's: at least 0.97 is wanted.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from echelon.strict import build
 WANTED = 0.97
 NEAR = 1.1  # times the best's step: who is measured again
 MOST_FINALISTS = 6
+SETTLING = 5  # steps until an engine has its memory: the first ones take up to 1.6 times as long
 TURN = 0.3  # seconds of steps, about, that a plan trains for at a time
 MEASURED_FROM = 1e8  # bytes/s: below, hosts have time to spare while they send
 TOLERANCE = 1e-3  # how far losses may lie apart, in parts of them
@@ -174,7 +175,7 @@ class Trial:
         self._network.limit(UNLIMITED)  # to hand out weights and to connect
         saved = SavedPlan.of(draft, self.profile, model=TASKS[self.name].start()[0])
         crew.ask("build", plan=json.loads(saved.to_json()))
-        _, self.losses[draft] = crew.train(warm_up=1, steps=2)
+        _, self.losses[draft] = crew.train(warm_up=SETTLING, steps=2)
         for rate in rates:
             self._network.limit(rate)
             seconds, _ = crew.train(warm_up=1, steps=1)
@@ -226,7 +227,7 @@ def _link(crew: Crew, network: Network, rate: str) -> Link:
     figures = link_figures(crew.ask("network", limit=120)[0], rate)
     found = build(LinkEntry, figures).on(Link(rate, 1.0, 0.0), "measured", rate)
     if bandwidth < MEASURED_FROM:
-        return Link(rate, bandwidth, found.latency, origin="given")
+        return Link(rate, bandwidth, found.latency, origin="given", skew=found.skew)
     size, seconds = found.tables["p2p", 2][-1]
     return dataclasses.replace(found, bandwidth=min(bandwidth, size / seconds))
 
@@ -255,6 +256,7 @@ def compete(layout: Layout, name: str, args: argparse.Namespace) -> list[dict[st
     found = _profiled(task, name)
     trial = Trial(layout, name, found)
     with Network(layout.hosts) as network:
+        network.acknowledge_at_once()
         try:
             if layout.hosts not in args.links:
                 args.links[layout.hosts] = links(network, layout.hosts, args.rates)
@@ -365,6 +367,13 @@ def measured_bench(ranks: int, folder: str) -> Path:
     return path
 
 
+def keep(results: list[dict[str, Any]], begin: float, out: Path | None) -> None:
+    minutes = round((time.monotonic() - begin) / 60, 1)
+    told = {"cores": os.cpu_count(), "torch": torch.__version__, "minutes": minutes, "results": results}
+    if out:
+        out.write_text(json.dumps(told, indent=1) + "\n")
+
+
 def main() -> None:
     args, begin = arguments(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # as Ctrl-C does: an orderly end
@@ -377,16 +386,13 @@ def main() -> None:
                 results += found
                 for result in found:
                     show(result)
+                keep(results, begin, args.out)  # the next one takes minutes
     minutes = (time.monotonic() - begin) / 60
     print(f"\n{'model':12} {'layout':>6} {'rate':>8} {'of the best':>12} {'pairs in order':>15}")
     for r in results:
         print(f"{r['model']:12} {r['layout']:>6} {r['rate']:>8} {r['of_the_best']:12.3f} {r['pair_order']:15.0%}")
     reached = sum(r["of_the_best"] >= WANTED for r in results)
     print(f"{reached} of {len(results)} at least {WANTED}; {os.cpu_count()} cores, {minutes:.1f} minutes")
-    told = {"cores": os.cpu_count(), "torch": torch.__version__, "minutes": round(minutes, 1), "results": results}
-    print(json.dumps(told))
-    if args.out:
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
     if any(result["losses_differ_by"] > TOLERANCE for result in results):
         sys.exit("plans have not learned the same")
 

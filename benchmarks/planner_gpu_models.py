@@ -25,10 +25,9 @@ class Workload:
     optimizer: str = "adam"
 
     def stepping(self, model: nn.Module) -> torch.optim.Optimizer:
-        on_gpu = next(model.parameters()).is_cuda
         if self.optimizer == "momentum":
-            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=on_gpu)
-        return torch.optim.Adam(model.parameters(), lr=1e-4, fused=on_gpu)
+            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.Adam(model.parameters(), lr=1e-4)
 
 
 # ---- ResNet-50 (He et al. 2015), the stride in the 3 x 3 convolution ----

@@ -1,6 +1,6 @@
 """Devices of different speed: shares of the batch as the planner chooses them beside even ones, with equal weights.
 
-    python benchmarks/planner_mixed.py [--crews 1+1 2+2 3+1] [--slower 2] [--rounds 5] [--steps 3] [--out results.json]
+    python benchmarks/planner_mixed.py [--crews 1+1 1+3 2+2 3+1] [--slower 2] [--rounds 5] [--steps 3] [--out FILE]
 
 3+1 are three quick ranks and one that is ``--slower`` times as slow. A rank of such a speed is a process that sleeps
 after every unit of the model, forward and backward, until the device that it stands for would be done: arithmetic of
@@ -112,8 +112,8 @@ def even(cluster: Cluster) -> Draft:
 
 
 def aware(found: Profile, cluster: Cluster) -> Draft:
-    """What the planner makes of it, with a replica on every rank."""
-    fixed = {"replicate": cluster.size, "stage": 1, "split": 1}
+    """What the planner makes of it, with a whole replica on every rank: only shares differ."""
+    fixed = {"replicate": cluster.size, "stage": 1, "split": 1, "shard": 0}
     return search(found, cluster, batch=ROWS, optimizer=OPTIMIZER, fixed=fixed).best[0].draft
 
 
@@ -213,7 +213,7 @@ def _crew(text: str) -> tuple[int, int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--crews", nargs="+", type=_crew, default=[(1, 1), (2, 2), (3, 1)])
+    parser.add_argument("--crews", nargs="+", type=_crew, default=[(1, 1), (1, 3), (2, 2), (3, 1)])
     parser.add_argument("--slower", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)

@@ -30,8 +30,8 @@ class Kernel:
 
     flops, bytes: of one launch: multiplications and additions; read and written
     shape:        (batch, m, n, k) of a product, an attention's (batch x heads, queries, keys, width, 1 if causal), a
-                  convolution's as a product's and its input channels, (samples, channels) of a batch norm, the number of
-                  entries of a function or a pool, which takes a CPU longer than to read and write them
+                  convolution's as a product's and its input channels, (samples, channels) of a batch norm, the number
+                  of entries of a function or a pool, which takes a CPU longer than to read and write them
     dtype:        what it computes in
     for_weights:  in backward: it makes a weight's gradient, which a schedule may put off
     """
@@ -96,6 +96,7 @@ class Unit:
                        where the unit's module (not the glue around it) is recomputed
     deferred:          bytes that wait where gradients of weights are put off: such layers' inputs, outputs' gradients
     crossing:          all that a cut before it parts: outputs of units before it that it or a later one needs
+    again:             what recompute runs again, the module without glue or loss; None: all of forward
     casts:             bytes of 16-bit copies of weights that autocast makes, and keeps until the forward pass ends
     """
 
@@ -121,6 +122,7 @@ class Unit:
     forward_again: float = 0.0
     backward_again: float = 0.0
     backward_again_whole: float = 0.0
+    again: Pass | None = None
 
 
 @dataclass(frozen=True)

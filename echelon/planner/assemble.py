@@ -272,6 +272,7 @@ def unit(name: str, small: Spans, large: Spans, at: float, facts: dict[str, floa
         name=name,
         forward=_pass(small.forward, large.forward, at),
         backward=_pass(small.backward, large.backward, at),
+        again=_pass(small.forward[1::2], large.forward[1::2], at),  # every other span is glue, or the loss
         forward_peak=_peak(small.forward, large.forward, at, set()),
         backward_peak=_peak(small.backward, large.backward, at, small.gradients),
         **facts,
@@ -330,7 +331,7 @@ def mark_weight_kernels(passed: Passed) -> None:
         for launch in reversed(span.launches):
             if launch.made and all(number in wanted for number in launch.made):
                 launch.for_weights = True
-                if launch.kind == "copy" or launch.is_sum:
+                if launch.kind in ("copy", "layout") or launch.is_sum:
                     wanted.update(launch.read)
                 if launch.is_sum:  # a real run adds to the gradient that was there, of another use of the weight
                     passed.gradients.add(launch.read[0])

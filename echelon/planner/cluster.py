@@ -61,7 +61,8 @@ class Device:
     training:  what a training step takes for a second of its kernels one by one: they fill each other's caches
     updates:   as ``update``, for other optimizers, counted by the bytes that each reads and writes
     engine:    seconds of the host in training: for a "step", a "micro" batch, an "action" of a pipeline with its
-               message, a "unit" whose shards are gathered; what is missing is as System has it
+               message, a "unit" whose shards are gathered, a kernel where weights' gradients are "deferred"; what is
+               missing is as System has it
     """
 
     name: str
@@ -126,6 +127,7 @@ class Link:
     tables:    measured seconds of collectives by bytes, for so many ranks: {("all_reduce", 2): Curve}
     overlap:   part of a collective that computing hides when both run at once (1: all of it)
     rails:     ports that a host's bandwidth is made of; a device uses one of them
+    skew:      seconds that a collective in the middle of computing takes longer: its ranks wait for each other
     """
 
     name: str
@@ -136,6 +138,7 @@ class Link:
     origin: Origin = "default"
     origins: dict[str, Origin] = field(default_factory=dict, hash=False)
     rails: int = 1
+    skew: float = 0.0
 
     def origin_of(self, figure: str) -> Origin:
         return self.origins.get(figure, self.origin)

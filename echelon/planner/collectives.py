@@ -33,6 +33,10 @@ class Group:
         return max(1, self.ranks // self.hosts)
 
     @property
+    def skew(self) -> float:
+        return (self.inside if self.hosts == 1 else self.network).skew if self.ranks > 1 else 0.0
+
+    @property
     def between(self) -> float:
         """Bytes/s between hosts for one such group: its part of them, and no more than its ranks' own ports take."""
         own_ports = self.network.bandwidth * self.on_host / self.network.rails

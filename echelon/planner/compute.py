@@ -25,6 +25,7 @@ class UnitSeconds:
     forward, backward:           of the device
     for_weights:                 part of ``backward`` that a schedule may put off
     forward_host, backward_host: of the host, to start all that; it runs ahead of the device
+    replay, replay_host:         of what recompute runs again
     """
 
     forward: float
@@ -32,6 +33,8 @@ class UnitSeconds:
     for_weights: float
     forward_host: float
     backward_host: float
+    replay: float = 0.0
+    replay_host: float = 0.0
 
     def __add__(self, other: UnitSeconds) -> UnitSeconds:
         return UnitSeconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -40,14 +43,20 @@ class UnitSeconds:
 def unit_seconds(unit: Unit, device: Device, system: System, compiled: bool = False) -> UnitSeconds:
     """``compiled``: pointwise kernels are one with their neighbours, and the host starts fewer."""
     pace = _Pace(device, system, compiled)
-    forward, backward = unit.forward.kernels, unit.backward.kernels
+    forward, backward, again = unit.forward.kernels, unit.backward.kernels, unit.again or unit.forward
     return UnitSeconds(
         forward=pace.device(forward),
         backward=pace.device(backward),
         for_weights=pace.device(kernel for kernel in backward if kernel.for_weights),
         forward_host=pace.host(unit.forward),
         backward_host=pace.host(unit.backward),
+        replay=pace.device(again.kernels),
+        replay_host=pace.host(again) + pace.started(_batch_norms(again) * system.puts_back),
     )
+
+
+def _batch_norms(way: Pass) -> int:
+    return sum(kernel.count for kernel in way.kernels if kernel.kind == "batch_norm")
 
 
 class _Pace:
@@ -65,7 +74,10 @@ class _Pace:
 
     def host(self, way: Pass) -> float:
         """Seconds of the host, which runs ahead of the device."""
-        return way.launches * self._launches * self._launch
+        return self.started(way.launches)
+
+    def started(self, launches: float) -> float:
+        return launches * self._launches * self._launch
 
     def _one(self, kernel: Kernel) -> float:
         return kernel_seconds(kernel, self._kind, self._fused if kernel.kind in FUSABLE else 1.0)

@@ -21,8 +21,6 @@ _UNITS: dict[str, Kind] = {
     "bandwidth": "bytes/s",
     "launch": "seconds",
     "floor": "seconds",
-    "overhead": "seconds",
-    "function": "seconds",
     "latency": "seconds",
 }
 
@@ -46,8 +44,8 @@ class DeviceEntry:
     update: float | None = None
     cores: int | None = None
     thin: Curve | None = None
-    overhead: float | str | None = None
-    function: float | str | None = None
+    overhead: float | None = None  # seconds, as those of function and engine: they may be 0
+    function: float | None = None
     parts: dict[str, float] | None = None
     batch_norms_by: dict[str, Curve] | None = None
     attentions_by: dict[str, Curve] | None = None
@@ -66,6 +64,8 @@ class DeviceEntry:
         for name in ("attention", "update"):
             require(getattr(self, name) is None or getattr(self, name) > 0, self, name, "a part of the peak, above 0")
         require(self.cores is None or self.cores >= 0, self, "cores", "0 or more")
+        for name in ("overhead", "function"):
+            require((getattr(self, name) or 0) >= 0, self, name, "seconds, 0 or more")
         for name in ("updates", "parts"):
             require(all(part > 0 for part in (getattr(self, name) or {}).values()), self, name, "parts above 0")
         require(all(seconds >= 0 for seconds in (self.engine or {}).values()), self, "engine", "seconds, 0 or more")
@@ -124,6 +124,7 @@ class LinkEntry:
     latency: float | str | None = None
     overlap: float | None = None
     rails: int | None = None
+    skew: float | None = None
     tables: tuple[TableEntry, ...] | None = None
     name: str | None = None
     origin: Origin | None = None
@@ -132,6 +133,7 @@ class LinkEntry:
     def __post_init__(self) -> None:
         require(self.overlap is None or 0 <= self.overlap <= 1, self, "overlap", "a number from 0 to 1")
         require(self.rails is None or self.rails >= 1, self, "rails", "1 or more")
+        require(self.skew is None or self.skew >= 0, self, "skew", "seconds, 0 or more")
 
     def on(self, link: Link, origin: Origin, where: str) -> Link:
         given = _figures(self, where)
@@ -154,8 +156,6 @@ def _figures(entry: DeviceEntry | LinkEntry, where: str) -> dict[str, Any]:
     not_figures = {"like", "name", "origin", "origins", "tables", "peak"}
     values = {field.name: getattr(entry, field.name) for field in fields(entry)}
     given = {name: value for name, value in values.items() if value is not None and name not in not_figures}
-    if given.get("overhead") == 0:  # the one figure that may be nothing
-        del given["overhead"]
     return {
         name: quantity(value, _UNITS[name], f"{where}.{name}") if name in _UNITS else value
         for name, value in given.items()

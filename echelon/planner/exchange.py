@@ -69,7 +69,7 @@ def exposed(draft: Draft, held: Held, busy: Busy, group: Group, device: Device, 
     gathering = seconds("all_gather", entries * (system.gathered or system.weights), group)
     hidden = system.prefetch * _link(group).overlap
     gathers = max(0.0, gathering - hidden * busy.forward) + max(0.0, gathering - hidden * busy.backward)
-    on_host = 2 * (gathered + held.units * device.engine.get("unit", 0.0))
+    on_host = 2 * (gathered + held.units * (group.skew + device.engine.get("unit", 0.0)))
     return Exposed(each_backward=each, each_gather=gathers + on_host)
 
 
@@ -78,7 +78,7 @@ def _behind(kind: str, size: float, backward: float, group: Group, system: Syste
     if system.overlap == 0.0:
         return seconds(kind, size, group)
     buckets = max(1, math.ceil(size / system.bucket))
-    one = seconds(kind, size / buckets, group)
+    one = group.skew + seconds(kind, size / buckets, group)
     return max(one, buckets * one - backward * system.overlap * _link(group).overlap)
 
 

@@ -6,7 +6,7 @@ computes, only a few things are then not as on a GPU; these are put right before
 - dropout keeps a mask of one byte an entry, not a factor;
 - RMS norm is one kernel;
 - attention has fused kernels with dropout too, of which nothing more is kept;
-- autocast computes norms, softmax, powers and losses in 32 bits.
+- autocast computes norms, softmax, powers and losses in 32 bits; of cross entropy, all but the softmax.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class AsOnGpu(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "dropout":
             return _dropout(func, args, kwargs)
+        if name == "cross_entropy" and torch.is_autocast_enabled("cpu"):
+            return _cross_entropy(func, args, kwargs)
         if name == "rms_norm":
             return _rms_norm(*args, **kwargs)
         if name == "scaled_dot_product_attention":
@@ -59,6 +61,18 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     if given.get("inplace") or not given["training"] or not given.get("p", 0.5):
         return func(*args, **kwargs)
     return torch.native_dropout(given["input"], given.get("p", 0.5), True)[0]
+
+
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch asks for the softmax in the input's own dtype, which autocast on a GPU heeds; the rest is in 32 bits."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.pop("label_smoothing", 0.0) or given["target"].is_floating_point():
+        return func(*args, **kwargs)
+    scores = given.pop("input")
+    with torch.autocast("cpu", enabled=False):
+        chances = torch.log_softmax(scores, 1 if scores.dim() > 1 else 0)
+    return torch.nn.functional.nll_loss(chances.float(), **given)
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from echelon.plan.operations import OperationMode, _draw, _written, tensors_in
 from echelon.planner.anatomy import MessageKind
 from echelon.planner.launches import Launch, Operation, launches_of, tensor_bytes
-from echelon.planner.scratch import around
 
 aten = torch.ops.aten
+
+#: Of an operation, its arguments and results: bytes before the results are there, and after.
+Scratch = Callable[[Any, Any, list[Tensor]], tuple[float, float]]
 
 
 @dataclass(slots=True)
@@ -49,9 +52,9 @@ class Span:
 class Trace(OperationMode):  # type: ignore[no-untyped-call]
     """Notes every operation in ``span``, which whoever steers the pass changes as it goes."""
 
-    def __init__(self, scratch: bool = False) -> None:
+    def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__()
-        self.scratch = scratch  # whether to count what a CPU's operations have for themselves
+        self.scratch = scratch  # what operations have for themselves
         self.span = Span()
         self.backward = False
         self.silent = False
@@ -118,7 +121,7 @@ class Trace(OperationMode):  # type: ignore[no-untyped-call]
             return _nothing(args[0].dtype)
         result = func(*args, **kwargs)
         results = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
-        before, after = around(func, args, results) if self.scratch else (0.0, 0.0)
+        before, after = self.scratch(func, args, results) if self.scratch else (0.0, 0.0)
         self._pass_through(before)
         made = [self._noticed(func, tensor) for tensor in results]
         self._pass_through(after)

@@ -40,7 +40,8 @@ class Edge:
     sharing: int = 1
 
     def seconds(self, size: float) -> float:
-        return send_seconds(size, self.link, self.link.bandwidth / max(self.sharing, self.link.rails))
+        bandwidth = self.link.bandwidth / max(self.sharing, self.link.rails)
+        return self.link.skew + send_seconds(size, self.link, bandwidth)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,14 @@ class Costs:
             )
 
 
+def _one_by_one(forward: Array, backward: Array, edges: list[float]) -> tuple[Array, Array, list[float]]:
+    """Where a stage hands on one micro-batch after another, a link that takes longer than the stage sets the pace."""
+    link = np.array(edges)
+    there, back = np.maximum(forward, link), np.maximum(backward, np.roll(link, 1))
+    left = np.minimum(link, np.maximum(forward, np.roll(backward, -1)))  # of a message, after its turn
+    return there, back, left.tolist()
+
+
 class _Replica:
     """One replica's step: its pipeline, then what it exchanges with others, then the update."""
 
@@ -157,20 +165,29 @@ class _Replica:
         """Of every stage, the slowest of its devices."""
         units, draft = self.costs.units, self.draft
         split = units.messages(self.setting, self.placement.split).between(self.bounds)
+        if self.draft.split > 1:
+            split += self.host.get("split", 0.0) * units.message_counts(self.setting).between(self.bounds)
         norm = units.statistics(self.setting, self.placement.replicate).between(self.bounds).sum(axis=0)
         f, b, w, f_host, b_host, replay, replay_host = self._slowest_devices()
         again = np.array(draft.recompute or (False,) * draft.stages, dtype=float)
         split_forward, split_backward = split[0], split[1] + again * split[2]
+        apart = self._taken_apart(f_host + b_host)
         replay, b_host = again * replay, b_host + again * replay_host
         adding, adding_host = self._adding()
         b, w, b_host, each = b + adding, w + adding, b_host + adding_host, self._each_pass()
-        apart = self.host.get("action", 0.0) if draft.schedule == "zero-bubble" else 0.0  # weights' own actions
         sent = self._packing()
         return StageTimes(
-            *(f, b, w + apart, replay, split_forward, split_backward, norm),
-            np.maximum(0.0, f_host - f - split_forward) + each + sent,
-            np.maximum(0.0, b_host - b - replay - split_backward) + each + apart + np.roll(sent, 1),
+            *(f, b, w + apart / 4, replay, split_forward, split_backward, norm),
+            np.maximum(0.0, f_host - f - split_forward) + each + apart / 2 + sent,
+            np.maximum(0.0, b_host - b - replay - split_backward) + each + apart / 2 + np.roll(sent, 1),
         )
+
+    def _taken_apart(self, host: Array) -> Array:
+        """Seconds of the host to keep weights' gradients for later; ``host``: to start all kernels."""
+        launch = self.kind.workers[0][0][0].launch
+        if self.draft.schedule != "zero-bubble" or not launch:
+            return np.zeros_like(host)
+        return host / launch * self.host.get("deferred", 0.0)
 
     def _each_pass(self) -> float:
         """Seconds of the host for one stage's forward or backward of one micro-batch."""
@@ -214,8 +231,10 @@ class _Replica:
         if draft.stages == 1:
             makespan = draft.micro_batches * float(forward[0] + backward[0])
             return Timeline(makespan, makespan, (makespan,))
-        stages = Stages(forward.tolist(), backward.tolist(), self.times.for_weights.tolist(), self._edges())
-        name = draft.schedule or USUAL_SCHEDULE
+        name, edges = draft.schedule or USUAL_SCHEDULE, self._edges()
+        if name == "gpipe":
+            forward, backward, edges = _one_by_one(forward, backward, edges)
+        stages = Stages(forward.tolist(), backward.tolist(), self.times.for_weights.tolist(), edges)
         if simulate or events:
             return simulated(name, stages, draft.stage, draft.micro_batches, events)
         return estimated(name, stages, draft.stage, draft.micro_batches)

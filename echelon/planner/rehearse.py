@@ -18,6 +18,7 @@ from echelon.plan.listen import call_plainly, listening
 from echelon.planner.gpu import AsOnGpu
 from echelon.planner.launches import tensor_bytes
 from echelon.planner.observe import Span, Trace
+from echelon.planner.scratch import around, around_on_gpu
 from echelon.planner.shadow import Shadow, facts_of
 
 Leaf = tuple[int, float]  # the number of a tensor's storage, and the tensor's bytes
@@ -74,7 +75,7 @@ def rehearse(
     backward: bool = True,
 ) -> Passed:
     """Forward (and backward) of ``step(model, batch)``, a loss, on placeholders."""
-    trace = Trace(scratch=not gpu)
+    trace = Trace(scratch=around_on_gpu if gpu else around)
     weights: dict[int, Tensor] = {
         trace.number(each): each for each in (*shadow.model.parameters(), *shadow.model.buffers())
     }

@@ -85,6 +85,15 @@ class UnitCosts:
         """Rows: seconds inside layers, exposed, in forward, backward and replay."""
         return self._between_samples("messages", setting, group, lambda sheet: self._messages(sheet, group))
 
+    def message_counts(self, setting: Setting) -> Sums:
+        """Rows: how many there are inside layers in forward, backward and replay."""
+
+        def of(sheet: Sheet) -> Sums:
+            ways = [[sum(m.count for m in way.messages) for way in (u.forward, u.backward)] for u in sheet.units]
+            return running([(there, back, there) for there, back in ways])
+
+        return self._between_samples("message counts", setting, None, of)
+
     def statistics(self, setting: Setting, group: Group) -> Sums:
         """Rows: seconds for batch norm's statistics in forward and backward."""
         return self._between_samples("statistics", setting, group, lambda sheet: _statistics(sheet, group))
@@ -136,17 +145,19 @@ class UnitCosts:
                 continue
             cost = self.unit(unit, device, setting.compiled)
             again, host, back_host = self._replayed(times[id(unit)]), cost.forward_host, cost.backward_host
+            replay_host = cost.replay_host * (1.0 if device.overhead else self.system.replay_host)
             if self.system.runs_ahead == "unit":
                 there, back = self._exposed(unit, group)
                 host, back_host = max(host, cost.forward + there), max(back_host, cost.backward + back)
+                replay_host = max(replay_host, cost.replay + there)
             rows[id(unit)] = (
                 cost.forward,
                 cost.backward,
                 cost.for_weights,
                 host,
                 back_host,
-                again * cost.forward,
-                again * host * (1.0 if device.overhead else self.system.replay_host),
+                again * cost.replay,
+                again * replay_host,
             )
         return running([rows[id(unit)] for unit in sheet.units])
 
@@ -177,7 +188,7 @@ def _occurrences(sheet: Sheet) -> Counter[int]:
 
 
 def message_seconds(message: Message, group: Group) -> float:
-    return message.count * seconds(message.kind, message.bytes, group)
+    return message.count * (group.skew + seconds(message.kind, message.bytes, group))
 
 
 def _statistics(sheet: Sheet, group: Group) -> Sums:

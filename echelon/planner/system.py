@@ -50,6 +50,7 @@ class System:
                       summed, gradients of which each gets a part, weights that are gathered
     replay_host:      factor on the host's time for what recompute runs again: every tensor that is not kept is put
                       aside and found again by hooks
+    puts_back:        copies that recompute makes of a batch norm's buffers, so that a batch counts once
     packs:            what a stage sends is copied together first
     """
 
@@ -83,6 +84,7 @@ class System:
     copied: tuple[float, float, float] = (0.0, 0.0, 0.0)
     packs: bool = False
     replay_host: float = 1.0
+    puts_back: int = 0
 
     def state_bytes(self, optimizer: str) -> float:
         """Of one trained entry."""
@@ -108,4 +110,6 @@ class System:
         return self.update_traffic * (both_ways + self.gradient_bytes(amp) + copies)
 
 
-ECHELON = System("echelon", micro=2e-4, step=1e-3, added=12.0, copied=(8.0, 24.0, 12.0), packs=True, replay_host=3.5)
+ECHELON = System(
+    "echelon", micro=2e-4, step=1e-3, added=12.0, copied=(8.0, 24.0, 12.0), packs=True, replay_host=3.5, puts_back=6
+)

@@ -174,8 +174,20 @@ def _device_rows(device: Device) -> list[_Row]:
         ("attention", f"{device.attention:.2f} of peak", "attention"),
         ("streams", _curve(device.streams, "B", "bandwidth"), "streams"),
         ("update (Adam)", f"{device.update:.2f} of bandwidth", "update"),
+        *((f"update ({name})", f"{part:.2f} of bandwidth", "updates") for name, part in device.updates.items()),
     ]
+    figures += _host_figures(device)
     return [(device.name, name, text, device.origin_of(figure)) for name, text, figure in figures]
+
+
+def _host_figures(device: Device) -> list[tuple[str, str, str]]:
+    """Those that only a device has that is the host, where they were measured."""
+    figures = [(f"engine, {what}", show(seconds, "seconds"), "engine") for what, seconds in device.engine.items()]
+    if device.thin:
+        figures.append(("thin products", _curve(device.thin, "rows", "their rate"), "thin"))
+    for name, seconds in (("overhead", device.overhead), ("function", device.function)):
+        figures += [(f"{name}, each", show(seconds, "seconds"), name)] if seconds else []
+    return figures + ([("training", f"{device.training:.2f} of its kernels", "training")] if device.overhead else [])
 
 
 def _curves(name: str, curve: Curve, by_dtype: dict[str, Curve]) -> list[tuple[str, str, str]]:
@@ -189,6 +201,7 @@ def _link_rows(place: str, link: Link) -> list[_Row]:
         (place, f"bandwidth ({link.name})" if link.name else "bandwidth", show(link.bandwidth, "bytes/s"), "bandwidth"),
         (place, "latency", show(link.latency, "seconds"), "latency"),
         (place, "hidden by computing", f"{link.overlap:.2f}", "overlap"),
+        *([(place, "waiting for each other", show(link.skew, "seconds"), "skew")] if link.skew else []),
     ]
     for (kind, ranks), curve in sorted(link.tables.items()):
         ends = " ... ".join(f"{show(size, 'bytes')}: {show(seconds, 'seconds')}" for size, seconds in _ends(curve))

@@ -39,17 +39,28 @@ def engine_rows(world: World, quick: bool) -> list[Row]:
         "gathers": replicas.replaced(shard=3),
         "few actions": staged.replaced(micro_batches=2),
         "actions": staged.replaced(micro_batches=2 + MANY),
+        "deferred": staged.replaced(micro_batches=2 + MANY, schedule="zero-bubble"),
     }
+    if found.splits >= world.size:
+        ways["split"] = Draft(batch=ROWS, split=world.size)
     steps = STEPS // 4 if quick else STEPS
     units = sum(unit.weights > 0 for unit in found.sheet(4).units)
+    facts = {"kernels": kernels, "units": units, "messages": _messages(found, world.size)}
     return [
-        {"what": what, "kernels": kernels, "units": units, "seconds": _seconds(world, found, draft, batch, steps)}
-        for what, draft in ways.items()
+        {"what": what, **facts, "seconds": _seconds(world, found, draft, batch, steps)} for what, draft in ways.items()
     ]
 
 
-def engine_figures(rows: Sequence[Row], launch: float) -> dict[str, float]:
-    """``launch``: seconds of a kernel, which are counted elsewhere."""
+def _messages(found: Any, ranks: int) -> int:
+    """Of layers that are split over so many ranks."""
+    if found.splits < ranks:
+        return 0
+    units = found.sheet(ROWS, ranks).units
+    return sum(message.count for unit in units for way in (unit.forward, unit.backward) for message in way.messages)
+
+
+def engine_figures(rows: Sequence[Row], launch: float, message: float = 0.0) -> dict[str, float]:
+    """``launch`` and ``message``: seconds of a kernel and of the shortest collective, which are counted elsewhere."""
     seconds = {row["what"]: row["seconds"] for row in rows}
     kernels, units = rows[0]["kernels"] * launch, rows[0]["units"]
     each_micro = (seconds["micros"] - seconds["step"]) / (MANY - 1)
@@ -58,8 +69,11 @@ def engine_figures(rows: Sequence[Row], launch: float) -> dict[str, float]:
         "step": seconds["step"] - kernels - max(0.0, each_micro - kernels),
         "micro": each_micro - kernels,
         "action": (each_round - kernels / 2) / 2,
+        "deferred": (seconds["deferred"] - seconds["actions"]) / (2 + MANY) / (rows[0]["kernels"] / 2),
         "unit": (seconds["gathers"] - seconds["step"]) / units / 2,  # each is gathered forward and backward
     }
+    if "split" in seconds and rows[0]["messages"]:
+        found["split"] = (seconds["split"] - seconds["step"]) / rows[0]["messages"] - message
     return {what: max(0.0, figure) for what, figure in found.items()}
 
 

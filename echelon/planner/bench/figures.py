@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from echelon.planner.bench.engine import engine_figures
-from echelon.planner.bench.launch import training
 from echelon.planner.bench.gpu_figures import gpu_figures
+from echelon.planner.bench.launch import training
 from echelon.planner.bench.overlap import hidden_part
 from echelon.planner.bench.timing import Row
 from echelon.planner.cluster import Curve, Device
@@ -26,7 +26,7 @@ def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
     that was reached is the peak, and what the largest stream reached the bandwidth."""
     products = {name.split()[1]: part for name, part in rows.items() if name.startswith("products ")}
     together = [row for name, part in rows.items() if name != "alone" for row in part]
-    computed = {dtype: [row for row in together if row.get("dtype") == dtype] for dtype in products}
+    computed = {dtype: [row for row in together if row.get("dtype") == dtype and "flops" in row] for dtype in products}
     best = {dtype: max(_rate(row) for row in part) for dtype, part in computed.items()}
     peak = {dtype: device.peak_of(dtype) if known else best[dtype] for dtype in products}
     bandwidth = device.bandwidth if known else _rate(rows["streams"][-1], "bytes")
@@ -53,7 +53,7 @@ def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
         figures["overhead"] = max(0.0, launches["chain"] - launches["bare"])
         figures["thin"] = thin
         figures["function"] = rows["functions"][0]["seconds"] / rows["functions"][0]["entries"]
-        figures["engine"] = engine_figures(rows["engine"], launches["chain"]) if "engine" in rows else {}
+        figures["engine"] = _engine(rows, launches["chain"])
     convolutions = {
         name.split()[1]: rising((row["flops"], _rate(row) / peak[name.split()[1]]) for row in part)
         for name, part in rows.items()
@@ -71,6 +71,13 @@ def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
     if synchronous:
         figures["training"] = _in_training(replace(device, **figures), rows["training"][0]["seconds"])
     return figures
+
+
+def _engine(rows: Rows, launch: float) -> dict[str, float]:
+    if "engine" not in rows:
+        return {}
+    shortest = min(row["seconds"] for row in rows["collectives"] if row["kind"] == "all_reduce")
+    return engine_figures(rows["engine"], launch, shortest)
 
 
 def _in_training(device: Device, seconds: float) -> float:
@@ -155,6 +162,7 @@ def link_figures(rows: Rows, name: str) -> dict[str, Any]:
         "bandwidth": bandwidth,
         "latency": latency,
         "overlap": hidden_part(rows["overlap"][0]),
+        "skew": rows["overlap"][0].get("skew", 0.0),
         "tables": [
             {"kind": kind, "ranks": ranks, "seconds": points} for (kind, ranks), points in sorted(tables.items())
         ],

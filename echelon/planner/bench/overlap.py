@@ -12,6 +12,9 @@ import torch.distributed as dist
 from echelon.planner.bench.timing import Row
 from echelon.world import World
 
+_SMALL = 2**16  # numbers that are summed in the middle of computing
+_TURN, _TURNS = 0.002, 10  # seconds of computing between two sums, and how many there are
+
 
 def overlap_rows(world: World, quick: bool) -> list[Row]:
     """On every rank: seconds of computing alone, of summing alone, and of both at once; about as long each."""
@@ -34,7 +37,24 @@ def overlap_rows(world: World, quick: bool) -> list[Row]:
     times = _agreed(world, max(1, round(summing / _middle(world, lambda: compute(4)) * 4)))
     computing = _middle(world, lambda: compute(times))
     together = _middle(world, lambda: both(times))
-    return [{"bytes": float(message.numel() * 4), "compute": computing, "sum": summing, "both": together}]
+    row = {"bytes": float(message.numel() * 4), "compute": computing, "sum": summing, "both": together}
+    return [row | {"skew": _skew(world, compute)}]
+
+
+def _skew(world: World, compute: Callable[[int], None]) -> float:
+    """Seconds that a sum in the middle of computing takes longer than one by itself: ranks wait for each other, and
+    whoever carries messages for a core."""
+    small = torch.zeros(_SMALL, device=world.device)
+    calls = _agreed(world, max(1, round(_TURN / _middle(world, lambda: compute(4)) * 4)))
+
+    def by_turns(summing: bool) -> None:
+        for _ in range(_TURNS):
+            compute(calls)
+            if summing:
+                dist.all_reduce(small)
+
+    alone = _middle(world, lambda: dist.all_reduce(small))
+    return max(0.0, (_middle(world, lambda: by_turns(True)) - _middle(world, lambda: by_turns(False))) / _TURNS - alone)
 
 
 def hidden_part(row: Row) -> float:
