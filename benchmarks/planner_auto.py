@@ -234,8 +234,7 @@ def _link(crew: Crew, network: Network, rate: str) -> Link:
 
 def choose(found: Profile, cluster: Cluster, rows: int) -> Draft:
     """The best plan that uses all ranks: a job has no others."""
-    answer = search(found, cluster, batch=rows, optimizer=OPTIMIZER, keep=50)
-    return next(choice.draft for choice in answer.best if choice.draft.ranks == cluster.size)
+    return search(found, cluster, batch=rows, optimizer=OPTIMIZER, devices=cluster.size).best[0].draft
 
 
 def pair_order(measured: list[float], foretold: list[float]) -> float:

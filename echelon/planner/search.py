@@ -35,6 +35,8 @@ LEAST_SHAPES = 12  # as many different shapes are found before a bound ends the 
 EXHAUSTIVE = 4000  # up to so many shapes, every one of them is looked at
 MOST_DRAFTS, MOST_CHECKS = 6000, 6000  # timed, and looked at for memory: then it is enough, whatever the bounds say
 CLOSE = 1.2  # times the quicker arithmetic: what is slower on one device is so in every plan
+NEAR = 1.25  # times the quickest: what closed forms may be wrong about
+FEW_ACTIONS = 500  # of a schedule that is simulated again and again
 MOST_ACTIONS = 250_000  # of schedules that are simulated for one answer
 NOTHING = 0.005  # part of a step's time: a difference not worth a word
 TIE = 0.02  # part of a step's time below which two plans are as quick: predictions are not that exact
@@ -271,11 +273,14 @@ class Hunt:
     # ---- choosing ----
 
     def finalists(self) -> list[Choice]:
-        """The best of different shapes, with other arithmetic too, each cut as well as can be."""
+        """The best of different shapes, and all that are nearly as quick; with other arithmetic too, each cut as well
+        as can be."""
+        quickest = sorted(self.found, key=lambda choice: choice.seconds)
         best: dict[object, Choice] = {}
-        for choice in sorted(self.found, key=lambda choice: choice.seconds):
+        for choice in quickest:
             best.setdefault(_outline(choice.draft), choice)
-        chosen = list(best.values())[:FINALISTS]
+        near = [choice for choice in quickest if choice.seconds <= NEAR * quickest[0].seconds]
+        chosen = list({one.draft: one for one in [*list(best.values())[:FINALISTS], *near[:FINALISTS]]}.values())
         others = [
             self.tailor.predicted(choice.draft.replaced(amp=amp)) for choice in chosen for amp in self.means.amps[1:]
         ]
@@ -283,17 +288,22 @@ class Hunt:
         return sorted((self.polished(choice) for choice in chosen), key=lambda choice: choice.seconds)
 
     def polished(self, choice: Choice) -> Choice:
-        """With cuts moved by a unit where that helps: closed forms know what travels between stages, cuts do not."""
+        """With cuts moved by a unit where that helps: what travels between stages, cuts do not know."""
         if "cuts" in self.fixed or not 1 < choice.draft.stages <= 16:
             return choice
+        choice = self.timed(choice)
         for at, cut in enumerate(choice.draft.cuts):
             for moved in (cut - 1, cut + 1):
                 cuts = (*choice.draft.cuts[:at], moved, *choice.draft.cuts[at + 1 :])
                 if _ascending((0, *cuts, len(self.profile.names))):
-                    other = self.tailor.predicted(choice.draft.replaced(cuts=cuts))
+                    other = self.timed(self.tailor.predicted(choice.draft.replaced(cuts=cuts)))
                     if other.prediction.fits and other.seconds < choice.seconds * (1 - 1e-9):
                         choice = other
         return choice
+
+    def timed(self, choice: Choice) -> Choice:
+        """Simulated, where that takes a moment."""
+        return self.exactly(choice) if _actions(choice.draft) <= FEW_ACTIONS else choice
 
     def ranked(self, choices: Sequence[Choice]) -> list[Choice]:
         """Simulated, the quickest first; where several are as quick, the simplest of them."""
@@ -308,7 +318,11 @@ class Hunt:
         simulated.sort(key=lambda choice: choice.seconds)
         as_quick = [choice for choice in simulated if choice.seconds <= simulated[0].seconds * (1 + TIE)]
         first = min(as_quick, key=lambda choice: (mechanisms(choice.draft), choice.draft.ranks, choice.seconds))
-        return [first, *sorted((one for one in [*simulated, *others] if one is not first), key=lambda one: one.seconds)]
+        rest = sorted((one for one in [*simulated, *others] if one is not first), key=lambda one: one.seconds)
+        distinct: dict[object, Choice] = {}
+        for choice in [first, *rest]:
+            distinct.setdefault(_outline(choice.draft), choice)
+        return list(distinct.values())
 
     def exactly(self, choice: Choice) -> Choice:
         if choice.draft.stages == 1 or _actions(choice.draft) > MOST_ACTIONS:
