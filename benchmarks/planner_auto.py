@@ -39,15 +39,15 @@ from planner_hand import by_hand
 from planner_models import OPTIMIZER, TASKS, Task
 from slow_links import HERE, Contender, ContenderFailed
 
-from echelon.planner.bench.figures import link_figures
-from echelon.planner.cluster import Cluster, Host, Link
+from echelon.planner.cost.predict import Costs
 from echelon.planner.draft import Draft
-from echelon.planner.entries import LinkEntry
-from echelon.planner.find import cores
-from echelon.planner.predict import Costs
-from echelon.planner.profile import Profile, profile
-from echelon.planner.saved import SavedPlan
-from echelon.planner.search import search
+from echelon.planner.machines.bench.figures import link_figures
+from echelon.planner.machines.cluster import Cluster, Host, Link
+from echelon.planner.machines.entries import LinkEntry
+from echelon.planner.machines.find import cores
+from echelon.planner.model.profile import Profile, profile
+from echelon.planner.run.saved import SavedPlan
+from echelon.planner.search.search import search
 from echelon.strict import build
 
 WANTED = 0.97

@@ -22,9 +22,9 @@ from planner_models import TASKS, Batch, Task, part_of, row_counts
 
 import echelon
 from echelon import world as worlds
-from echelon.planner.bench.collectives import collective_rows
-from echelon.planner.bench.overlap import overlap_rows
-from echelon.planner.saved import SavedPlan
+from echelon.planner.machines.bench.collectives import collective_rows
+from echelon.planner.machines.bench.overlap import overlap_rows
+from echelon.planner.run.saved import SavedPlan
 
 RANK = int(os.environ["RANK"])
 

@@ -34,12 +34,12 @@ import torch
 from planner_gpu_models import RESNET, TINY, Workload, bert_large, gpt
 
 import echelon
-from echelon.planner.cluster import Cluster
+from echelon.planner.cost.predict import predict
 from echelon.planner.draft import Draft
-from echelon.planner.predict import predict
-from echelon.planner.profile import Profile, profile
-from echelon.planner.saved import SavedPlan
-from echelon.planner.search import search
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.model.profile import Profile, profile
+from echelon.planner.run.saved import SavedPlan
+from echelon.planner.search.search import search
 
 TIME_BOUND, MEMORY_BOUND, WANTED = 0.15, 0.07, 0.97
 WARM_UP = 2

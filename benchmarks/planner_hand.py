@@ -11,8 +11,8 @@ from typing import get_args
 
 from echelon.marks import ScheduleName
 from echelon.planner.anatomy import Anatomy
-from echelon.planner.cuts import cut, sums
 from echelon.planner.draft import Draft
+from echelon.planner.search.cuts import cut, sums
 
 
 def by_hand(found: Anatomy, ranks: int, rows: int) -> list[Draft]:

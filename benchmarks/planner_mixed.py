@@ -28,11 +28,11 @@ from planner_models import OPTIMIZER, Batch, Task, part_of, row_counts
 from torch import Tensor, nn
 
 import echelon
-from echelon.planner.cluster import Cluster, Device, Host, Link
 from echelon.planner.draft import Draft
-from echelon.planner.profile import Profile, profile
-from echelon.planner.saved import SavedPlan
-from echelon.planner.search import search
+from echelon.planner.machines.cluster import Cluster, Device, Host, Link
+from echelon.planner.model.profile import Profile, profile
+from echelon.planner.run.saved import SavedPlan
+from echelon.planner.search.search import search
 
 QUICK = 4e8  # FLOP/s of a quick rank: few enough for a core to have time to spare, with four ranks on two of them
 WIDTH, LAYERS, ROWS = 256, 8, 96

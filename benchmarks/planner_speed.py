@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.planner.builders import bert, gpt
-from echelon.planner.cluster import Cluster
-from echelon.planner.profile import Profile
-from echelon.planner.search import search
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.model.builders import bert, gpt
+from echelon.planner.model.profile import Profile
+from echelon.planner.search.search import search
 
 
 class Case(NamedTuple):

@@ -39,7 +39,7 @@ from benchmarks.planner_truth_systems import (
     Foretelling,
     needs_recompute,
 )
-from echelon.planner.fit import Constant, fit
+from echelon.planner.cost.fit import Constant, fit
 
 SINGLE, MULTI = "a100_single_node.csv", "a100_multi_node.csv"
 MEGATRON, TITAN = "megatron_sc21_table1_a100.csv", "torchtitan_h100_llama31.csv"

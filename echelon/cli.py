@@ -214,7 +214,7 @@ def plan(
     ] = None,
 ) -> None:
     """Find the quickest way to train a model on a cluster, without either, and say why."""
-    from echelon.planner.command import plan_words
+    from echelon.planner.explain.command import plan_words
 
     plan_words(
         model,
@@ -244,7 +244,7 @@ def bench(
     quick: Annotated[bool, typer.Option(help="Fewer sizes, a few seconds.")] = False,
 ) -> None:
     """Measure this machine, in under two minutes, into a file that plans use."""
-    from echelon.planner.bench_command import bench as measure
+    from echelon.planner.machines.bench_command import bench as measure
 
     measure(out, procs, quick)
 

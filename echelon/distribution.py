@@ -21,9 +21,9 @@ from echelon.nn import SparseEmbedding
 from echelon.objective import LossFunction, as_batch
 from echelon.parallel.groups import Groups
 from echelon.plan import Plan, make_plan
-from echelon.planner.auto import Choosing, find_saved, origin_of, refuse_company
-from echelon.planner.saved import SavedPlan
-from echelon.planner.trial import find_trial
+from echelon.planner.run.auto import Choosing, find_saved, origin_of, refuse_company
+from echelon.planner.run.saved import SavedPlan
+from echelon.planner.run.trial import find_trial
 from echelon.slices import Slices
 from echelon.slices import current as current_cluster
 from echelon.strategy import Auto, ParameterServer, Strategy
@@ -62,7 +62,7 @@ def distribute(
     checkpoint: where and how often to save by itself; training resumes from there with the same command
     """
     if PLAN_ONLY in os.environ:
-        from echelon.planner.script import listen
+        from echelon.planner.explain.script import listen
 
         return listen(model, optimizer=optimizer, loss=loss, sample=sample)  # type: ignore[no-any-return]
     world = worlds.current()

@@ -46,9 +46,9 @@ from echelon.world import World, seed_for_rank
 if TYPE_CHECKING:
     from echelon.parallel.local import LocalSteps
     from echelon.parallel.pipeline.train import MicroBatches, Staged
-    from echelon.planner.auto import Choosing
-    from echelon.planner.saved import SavedPlan
-    from echelon.planner.trial import Trial
+    from echelon.planner.run.auto import Choosing
+    from echelon.planner.run.saved import SavedPlan
+    from echelon.planner.run.trial import Trial
     from echelon.ps.served import Served
 
 

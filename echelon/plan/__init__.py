@@ -6,26 +6,26 @@ from echelon.plan.make import make_plan
 from echelon.plan.plan import Bucket, Parameter, Plan
 
 if TYPE_CHECKING:
-    from echelon.planner.builders import bert, gpt, llama
-    from echelon.planner.cluster import Cluster
+    from echelon.planner.cost.predict import predict
     from echelon.planner.draft import Draft
-    from echelon.planner.predict import predict
+    from echelon.planner.machines.cluster import Cluster
+    from echelon.planner.model.builders import bert, gpt, llama
+    from echelon.planner.model.profile import Profile, profile
     from echelon.planner.prediction import Prediction
-    from echelon.planner.profile import Profile, profile
-    from echelon.planner.search import search
+    from echelon.planner.search.search import search
 
 #: Where the planner keeps what it offers. It builds on this package, so that it is imported when it is asked for.
 _PLANNER = {
-    "Cluster": "cluster",
+    "Cluster": "machines.cluster",
     "Draft": "draft",
     "Prediction": "prediction",
-    "Profile": "profile",
-    "bert": "builders",
-    "gpt": "builders",
-    "llama": "builders",
-    "predict": "predict",
-    "profile": "profile",
-    "search": "search",
+    "Profile": "model.profile",
+    "bert": "model.builders",
+    "gpt": "model.builders",
+    "llama": "model.builders",
+    "predict": "cost.predict",
+    "profile": "model.profile",
+    "search": "search.search",
 }
 
 __all__ = [

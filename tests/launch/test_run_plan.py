@@ -13,9 +13,9 @@ import torch
 from command import echelon, processes_with, write
 from torch import nn
 
-from echelon.planner.cluster import Cluster
 from echelon.planner.draft import Draft
-from echelon.planner.saved import Predicted, SavedPlan, shapes_of
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.run.saved import Predicted, SavedPlan, shapes_of
 
 SCRIPT = """
 import sys, torch, echelon

@@ -22,11 +22,11 @@ import echelon
 from echelon import Auto, Checkpoint, Log, Strategy, split
 from echelon.environment import ALONE
 from echelon.errors import UsageError
-from echelon.planner import trial
-from echelon.planner.auto import find_plans
-from echelon.planner.cluster import Cluster
 from echelon.planner.draft import Draft
-from echelon.planner.saved import SavedPlan
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.run import trial
+from echelon.planner.run.auto import find_plans
+from echelon.planner.run.saved import SavedPlan
 from echelon.world import World
 
 TOTAL = 12  # samples of a step

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
-from echelon.planner.bench.crew import run_ranks
-from echelon.planner.bench.figures import alpha_beta, rising
-from echelon.planner.bench.file import default_path
-from echelon.planner.bench.overlap import hidden_part
-from echelon.planner.bench_command import bench
-from echelon.planner.cluster import Cluster
-from echelon.planner.devices import CATALOGUE
-from echelon.planner.find import cores, processor
+from echelon.planner.machines.bench.crew import run_ranks
+from echelon.planner.machines.bench.figures import alpha_beta, rising
+from echelon.planner.machines.bench.file import default_path
+from echelon.planner.machines.bench.overlap import hidden_part
+from echelon.planner.machines.bench_command import bench
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.machines.devices import CATALOGUE
+from echelon.planner.machines.find import cores, processor
 
 HERE = f"{min(2, cores())}xhere"  #: as two processes measure it
 

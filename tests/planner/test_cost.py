@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from echelon.planner.anatomy import Kernel, Pass, Unit
-from echelon.planner.cluster import Cluster, Device, Host, Link
-from echelon.planner.collectives import Group, seconds, send_seconds
-from echelon.planner.compute import kernel_seconds, tile_part, unit_seconds
+from echelon.planner.cost.collectives import Group, seconds, send_seconds
+from echelon.planner.cost.compute import kernel_seconds, tile_part, unit_seconds
+from echelon.planner.cost.fit import Constant, fit, minimize
+from echelon.planner.cost.placement import place
+from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.draft import Draft
-from echelon.planner.fit import Constant, fit, minimize
-from echelon.planner.placement import place
-from echelon.planner.system import ECHELON, System
+from echelon.planner.machines.cluster import Cluster, Device, Host, Link
 
 FLAT = ((1.0, 0.5), (1e15, 0.5))
 DEVICE = Device(

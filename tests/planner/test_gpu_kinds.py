@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.planner.anatomy import Kernel, Pass, Unit
-from echelon.planner.bench.gpu_figures import gpu_figures
-from echelon.planner.cluster import Device
-from echelon.planner.compute import kernel_seconds, unit_seconds
-from echelon.planner.profile import profile
-from echelon.planner.system import ECHELON
+from echelon.planner.cost.compute import kernel_seconds, unit_seconds
+from echelon.planner.cost.system import ECHELON
+from echelon.planner.machines.bench.gpu_figures import gpu_figures
+from echelon.planner.machines.cluster import Device
+from echelon.planner.model.profile import profile
 
 DEVICE = Device("D", {"float32": 1e12, "bfloat16": 1e13}, 1e9, 1e11, floor=0.0, streams=((1.0, 0.5),))
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
-from echelon.planner.cluster import Cluster, Link, read_curve
-from echelon.planner.devices import CATALOGUE, RESERVE, find_kind
-from echelon.planner.find import cores, memory_bytes
-from echelon.planner.quantities import quantity, show
+from echelon.planner.machines.cluster import Cluster, Link, read_curve
+from echelon.planner.machines.devices import CATALOGUE, RESERVE, find_kind
+from echelon.planner.machines.find import cores, memory_bytes
+from echelon.planner.machines.quantities import quantity, show
 
 
 @pytest.fixture(autouse=True)

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 from echelon import amounts, cli
-from echelon.planner import show, why
-from echelon.planner.answer import Answer, Choice
-from echelon.planner.builders import gpt
-from echelon.planner.cluster import Cluster
+from echelon.planner.cost.predict import predict
 from echelon.planner.draft import Draft
-from echelon.planner.predict import predict
+from echelon.planner.explain import show, why
+from echelon.planner.explain.report import Report
+from echelon.planner.explain.source import described_batch, mean_of_outputs
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.model.builders import gpt
+from echelon.planner.model.profile import Profile
 from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.profile import Profile
-from echelon.planner.report import Report
-from echelon.planner.saved import SavedPlan
-from echelon.planner.search import search
-from echelon.planner.source import described_batch, mean_of_outputs
+from echelon.planner.run.saved import SavedPlan
+from echelon.planner.search.answer import Answer, Choice
+from echelon.planner.search.search import search
 
 SMALL = "gpt:layers=4,hidden=64,heads=4,sequence=32,vocabulary=500"
 MACHINES, BATCH = "2x2xV100", 32

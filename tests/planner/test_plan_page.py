@@ -15,11 +15,11 @@ import pytest
 
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.planner import page, show
-from echelon.planner.answer import Choice
 from echelon.planner.draft import Draft
+from echelon.planner.explain import page, show
+from echelon.planner.explain.report import Figure, Machines, Remark, Report, Size, Stage
 from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.report import Figure, Machines, Remark, Report, Size, Stage
+from echelon.planner.search.answer import Choice
 
 SECONDS = {"F": 0.010, "B": 0.021, "I": 0.010, "W": 0.011}
 XHTML = "{http://www.w3.org/1999/xhtml}"

@@ -16,12 +16,12 @@ from echelon.errors import UsageError
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 from echelon.planner.anatomy import Pass, Sheet, Unit
+from echelon.planner.cost.in_flight import moments
+from echelon.planner.cost.memory import memory
+from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.draft import Draft
-from echelon.planner.in_flight import moments
-from echelon.planner.memory import memory
+from echelon.planner.model.profile import Profile, profile
 from echelon.planner.prediction import Memory
-from echelon.planner.profile import Profile, profile
-from echelon.planner.system import ECHELON, System
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -8,11 +8,11 @@ import pytest
 
 from echelon.errors import UsageError
 from echelon.planner.anatomy import Kernel, Message, Pass, Sheet, Unit
-from echelon.planner.cluster import Cluster, Device, Host, Link
+from echelon.planner.cost.predict import Costs, predict
+from echelon.planner.cost.system import System
 from echelon.planner.draft import Draft
-from echelon.planner.predict import Costs, predict
+from echelon.planner.machines.cluster import Cluster, Device, Host, Link
 from echelon.planner.prediction import PARTS, Prediction
-from echelon.planner.system import System
 
 FLAT = ((1.0, 1.0), (1e18, 1.0))
 DEVICE = Device("flat", {"float32": 1e12}, 1e12, 1e12, launch=0.0, floor=0.0, products=FLAT, streams=FLAT, update=1.0)

@@ -16,9 +16,9 @@ import echelon
 from echelon.parallel.split import SplitAxis, apply_split
 from echelon.plan.memory import SavedBytes
 from echelon.planner.anatomy import Pass, Unit
-from echelon.planner.builders import bert, gpt, llama
-from echelon.planner.profile import Profile, profile
-from echelon.planner.transformers import bert_model, token_loss
+from echelon.planner.model.builders import bert, gpt, llama
+from echelon.planner.model.profile import Profile, profile
+from echelon.planner.model.transformers import bert_model, token_loss
 from tests.counting import Collectives
 from tests.harness import run
 

@@ -20,8 +20,8 @@ from echelon.errors import UsageError
 from echelon.objective import Objective
 from echelon.plan.record import record
 from echelon.planner.draft import Draft
-from echelon.planner.realize import draft_of, realize
-from echelon.planner.saved import Predicted, SavedPlan, shapes_of
+from echelon.planner.run.realize import draft_of, realize
+from echelon.planner.run.saved import Predicted, SavedPlan, shapes_of
 
 BATCH, STEPS = 12, 3
 UNITS = {

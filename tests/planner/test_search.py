@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from echelon.errors import UsageError
 from echelon.planner.anatomy import Kernel, Message, Pass, Sheet, Unit
-from echelon.planner.cluster import Cluster, Device, Host, Link
-from echelon.planner.cuts import Room, cut, slowest, sums
+from echelon.planner.cost.predict import Costs
 from echelon.planner.draft import Draft
-from echelon.planner.meshes import find_micro_batches
-from echelon.planner.predict import Costs
-from echelon.planner.search import TIE, search
-from echelon.planner.shares import share_out
+from echelon.planner.machines.cluster import Cluster, Device, Host, Link
+from echelon.planner.search.cuts import Room, cut, slowest, sums
+from echelon.planner.search.meshes import find_micro_batches
+from echelon.planner.search.search import TIE, search
+from echelon.planner.search.shares import share_out
 
 INSIDE = Link("inside", 100e9, 2e-6)
 NETWORK = Link("network", 10e9, 1e-5)

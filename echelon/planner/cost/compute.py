@@ -1,0 +1,154 @@
+"""How long a device computes: every kernel by the work it does and the bytes it moves, whichever takes longer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from echelon.planner.anatomy import Kernel, Pass, Unit
+from echelon.planner.cost.system import System
+from echelon.planner.machines.cluster import Curve, Device, read_curve
+
+COMPUTES = frozenset({"product", "convolution", "attention"})
+FUSABLE = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})
+
+#: Tiles that a library cuts a product's result into, and the part of a multiprocessor's rate that each reaches: small
+#: ones read more of their operands for each multiplication.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """One micro-batch through one unit. Messages are apart: they depend on where ranks are.
+
+    forward, backward:           of the device
+    for_weights:                 part of ``backward`` that a schedule may put off
+    forward_host, backward_host: of the host, to start all that; it runs ahead of the device
+    replay, replay_host:         of what recompute runs again
+    """
+
+    forward: float
+    backward: float
+    for_weights: float
+    forward_host: float
+    backward_host: float
+    replay: float = 0.0
+    replay_host: float = 0.0
+
+    def __add__(self, other: UnitSeconds) -> UnitSeconds:
+        return UnitSeconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def unit_seconds(unit: Unit, device: Device, system: System, compiled: bool = False) -> UnitSeconds:
+    """``compiled``: pointwise kernels are one with their neighbours, and the host starts fewer."""
+    pace = _Pace(device, system, compiled)
+    forward, backward, again = unit.forward.kernels, unit.backward.kernels, unit.again or unit.forward
+    return UnitSeconds(
+        forward=pace.device(forward),
+        backward=pace.device(backward),
+        for_weights=pace.device(kernel for kernel in backward if kernel.for_weights),
+        forward_host=pace.host(unit.forward),
+        backward_host=pace.host(unit.backward),
+        replay=pace.device(again.kernels),
+        replay_host=pace.host(again) + pace.started(_batch_norms(again) * system.puts_back),
+    )
+
+
+def _batch_norms(way: Pass) -> int:
+    return sum(kernel.count for kernel in way.kernels if kernel.kind == "batch_norm")
+
+
+class _Pace:
+    """How one device works through kernels under one system."""
+
+    def __init__(self, device: Device, system: System, compiled: bool) -> None:
+        self._kind = device
+        self._fused = system.pointwise * (system.compiled_pointwise if compiled else 1.0)
+        self._launch = device.launch * system.host
+        self._launches = system.launches * (system.compiled_launches if compiled else 1.0)
+
+    def device(self, kernels: Iterable[Kernel]) -> float:
+        """Seconds of the device, one kernel after another."""
+        return sum(kernel.count * self._one(kernel) for kernel in kernels)
+
+    def host(self, way: Pass) -> float:
+        """Seconds of the host, which runs ahead of the device."""
+        return self.started(way.launches)
+
+    def started(self, launches: float) -> float:
+        return launches * self._launches * self._launch
+
+    def _one(self, kernel: Kernel) -> float:
+        return kernel_seconds(kernel, self._kind, self._fused if kernel.kind in FUSABLE else 1.0)
+
+
+def kernel_seconds(kernel: Kernel, device: Device, fused: float = 1.0) -> float:
+    """One launch. ``fused``: part of the kernel's bytes that is left where it is one with its neighbours."""
+    moving = stream_seconds(_moved(kernel, device) * fused, device) / kind_part(kernel, device)
+    computing = kernel.flops / _rate(kernel, device) if kernel.kind in COMPUTES and kernel.flops else 0.0
+    if len(kernel.shape) == 1:
+        computing = kernel.shape[0] * device.function
+    return device.training * (device.overhead * fused + max(device.floor * fused, moving, computing))
+
+
+def stream_seconds(moved: float, device: Device) -> float:
+    """For a kernel that reads and writes so many bytes, a third of them into memory that is fresh."""
+    return moved / (device.bandwidth * read_curve(device.streams, moved)) if moved else 0.0
+
+
+def _moved(kernel: Kernel, device: Device) -> float:
+    """Bytes. A host gets the memory of a large result page by page: it takes as long as a sum into it."""
+    if not device.overhead or kernel.kind != "product" or len(kernel.shape) != 4:
+        return kernel.bytes
+    batch, m, n, _ = kernel.shape
+    return max(kernel.bytes, 12 * batch * m * n)
+
+
+def _rate(kernel: Kernel, device: Device) -> float:
+    """FLOP/s that the kernel reaches."""
+    peak = device.peak_of(kernel.dtype)
+    if kernel.kind == "attention":
+        _, _, keys, width, causal = kernel.shape if len(kernel.shape) == 5 else (0, 0, 1e6, 1, 0)
+        return peak * device.attention_of(kernel.dtype, keys * width, bool(causal))
+    if kernel.kind == "convolution" and device.convolutions:
+        return peak * read_curve(device.convolutions_of(kernel.dtype, sort_of(kernel.shape)), kernel.flops)
+    whole = peak * read_curve(device.products_of(kernel.dtype), kernel.flops)
+    shape = kernel.shape[:4]
+    return whole * tile_part(shape, device.cores) * thin_part(shape, device.thin)
+
+
+def kind_part(kernel: Kernel, device: Device) -> float:
+    """Part of a stream's bandwidth that a kernel of this kind reaches."""
+    curve = device.batch_norms_by.get(kernel.dtype) if kernel.kind == "batch_norm" else None
+    if curve and len(kernel.shape) == 2:
+        return read_curve(curve, kernel.shape[1])
+    return device.parts.get(f"{kernel.kind} {kernel.dtype}", 1.0)
+
+
+FEW_CHANNELS = 8  # with fewer, units for matrix products have little to do
+
+
+def sort_of(shape: tuple[float, ...]) -> str:
+    """Of a convolution; those of one sort reach about as much."""
+    if len(shape) != 5:
+        return ""
+    return "few" if shape[4] < FEW_CHANNELS else "1x1" if shape[3] == shape[4] else ""
+
+
+def thin_part(shape: tuple[float, ...], thin: Curve) -> float:
+    """Part of its rate that a product of (batch, m, n, k) keeps: one that is thin spends its time on reading."""
+    return read_curve(thin, min(shape[1:])) if thin and len(shape) == 4 else 1.0
+
+
+def tile_part(shape: tuple[float, ...], cores: int) -> float:
+    """Part of its rate that a product of (batch, m, n, k) keeps where its result does not fill whole waves of tiles."""
+    if len(shape) != 4 or not cores:
+        return 1.0
+    batch, m, n, _ = shape
+    return max(rate * _filled(batch, m, n, rows, columns, cores) for rows, columns, rate in TILES)
+
+
+def _filled(batch: float, m: float, n: float, rows: int, columns: int, cores: int) -> float:
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+    return batch * m * n / (math.ceil(tiles / cores) * cores * rows * columns)

@@ -1,0 +1,319 @@
+"""predict: how long a step of a Draft takes on a Cluster, where the time goes, and what every device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from echelon.errors import UsageError
+from echelon.marks import ScheduleName
+from echelon.plan.plan import Plan
+from echelon.planner.anatomy import Anatomy
+from echelon.planner.cost.compute import UnitSeconds, stream_seconds
+from echelon.planner.cost.drafted import draft_of
+from echelon.planner.cost.exchange import Busy, Exposed, Held, exposed
+from echelon.planner.cost.placement import Placement, Replica, place
+from echelon.planner.cost.stage_costs import Array, Setting, UnitCosts
+from echelon.planner.cost.system import ECHELON, System
+from echelon.planner.cost.timeline import Stages, Timeline, estimated, simulated
+from echelon.planner.draft import Draft
+from echelon.planner.machines.cluster import Cluster, Device
+from echelon.planner.prediction import PARTS, Memory, Prediction
+
+USUAL_SCHEDULE: ScheduleName = "1f1b"
+
+
+def predict(
+    profile: Anatomy,
+    cluster: Cluster,
+    plan: Draft | Plan,
+    *,
+    system: System = ECHELON,
+    optimizer: str = "adam",
+    simulate: bool = True,
+    events: bool = False,
+) -> Prediction:
+    """One step. ``simulate``: event by event, otherwise by closed forms; ``events``: with the pipeline's timeline."""
+    draft = draft_of(plan, profile) if isinstance(plan, Plan) else plan
+    return Costs(profile, cluster, system, optimizer).predict(draft, simulate=simulate, events=events)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One micro-batch through each stage of one replica: arrays over stages, in seconds.
+
+    ``*_host``: what the host needs beyond the device. gathers, scatters: of shards, exposed.
+    """
+
+    forward: Array
+    backward: Array
+    for_weights: Array
+    replay: Array
+    split_forward: Array
+    split_backward: Array
+    norm: Array
+    forward_host: Array
+    backward_host: Array
+
+    def passes(self) -> tuple[Array, Array]:
+        """How long F and B take."""
+        norm = self.norm / 2
+        return (
+            self.forward + self.split_forward + norm + self.forward_host,
+            self.backward + self.replay + self.split_backward + norm + self.backward_host,
+        )
+
+
+class Costs:
+    """Predictions for one model on one cluster. Costs of units and places of meshes are kept between drafts."""
+
+    def __init__(self, profile: Anatomy, cluster: Cluster, system: System = ECHELON, optimizer: str = "adam") -> None:
+        self.profile, self.cluster, self.system, self.optimizer = profile, cluster, system, optimizer
+        self.units = UnitCosts(profile, system)
+        self.update_bytes = {amp: system.update_bytes(optimizer, amp) for amp in (None, "bf16", "fp16")}
+        self._placements: dict[Hashable, Placement] = {}
+
+    def predict(self, draft: Draft, *, simulate: bool = True, events: bool = False, memory: bool = True) -> Prediction:
+        """``memory=False`` leaves memory out, where only time is asked for."""
+        self._check(draft)
+        placement = self.placement(draft)
+        slowest: _Replica | None = None
+        for kind in placement.replicas:
+            replica = _Replica(self, draft, placement, kind, simulate, events)
+            if slowest is None or replica.end > slowest.end:
+                slowest = replica
+        assert slowest is not None
+        parts = slowest.parts()
+        held = self.memory(draft, placement) if memory else ()
+        return Prediction(sum(parts.values()), parts, held, slowest.timeline.events)
+
+    def placement(self, draft: Draft) -> Placement:
+        key = draft.replicate, draft.stage, draft.split, draft.shares, draft.widths, draft.order
+        if key not in self._placements:
+            self._placements[key] = place(draft, self.cluster)
+        return self._placements[key]
+
+    def unit_seconds(
+        self, samples: int, split: int, amp: str | None, device: Device, compiled: bool = False
+    ) -> list[UnitSeconds]:
+        """Of every unit, for one micro-batch on one device of a split."""
+        return [self.units.unit(unit, device, compiled) for unit in self.units.sheet(samples, split, amp).units]
+
+    def memory(self, draft: Draft, placement: Placement, ranks: Iterable[int] | None = None) -> tuple[Memory, ...]:
+        """Of every rank along the stage axis, or of ``ranks`` alone."""
+        from echelon.planner.cost.memory import memory
+
+        limits = [
+            min(device.memory for kind in placement.replicas for device, _ in kind.workers[rank])
+            for rank in range(draft.stage)
+        ]
+        on_cpu = all(device.name.startswith("CPU") for device in self.cluster.kinds)
+        place: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
+        return memory(
+            self.profile, draft, limits, system=self.system, optimizer=self.optimizer, place=place, ranks=ranks
+        )
+
+    def _check(self, draft: Draft) -> None:
+        units = len(self.profile.names)
+        if any(not 0 < cut < units for cut in draft.cuts) or list(draft.cuts) != sorted(set(draft.cuts)):
+            raise UsageError(
+                f"cuts={draft.cuts} do not cut {units} units into {draft.stages} stages: "
+                f"use ascending numbers from 1 to {units - 1}"
+            )
+        if draft.split > self.profile.splits:
+            raise UsageError(
+                f"split {draft.split} cannot be: {self.profile.name} can be split over {self.profile.splits} at most"
+            )
+
+
+def _one_by_one(forward: Array, backward: Array, edges: list[float]) -> tuple[Array, Array, list[float]]:
+    """Where a stage hands on one micro-batch after another, a link that takes longer than the stage sets the pace."""
+    link = np.array(edges)
+    there, back = np.maximum(forward, link), np.maximum(backward, np.roll(link, 1))
+    left = np.minimum(link, np.maximum(forward, np.roll(backward, -1)))  # of a message, after its turn
+    return there, back, left.tolist()
+
+
+class _Replica:
+    """One replica's step: its pipeline, then what it exchanges with others, then the update."""
+
+    def __init__(
+        self, costs: Costs, draft: Draft, placement: Placement, kind: Replica, simulate: bool, events: bool
+    ) -> None:
+        self.costs, self.draft, self.placement, self.kind = costs, draft, placement, kind
+        self.system = costs.system
+        self.setting = Setting(draft.micro_batch * kind.share, draft.split, draft.amp, draft.compile)
+        self.bounds = [0, *draft.cuts, len(costs.profile.names)]
+        self.sizes = costs.units.sizes(self.setting).between(self.bounds)
+        self.host = kind.workers[0][0][0].engine
+        self.times = self._stage_times()
+        self.exchanges = [self._exchange(rank) for rank in range(draft.stage)]
+        self.timeline = self._timeline(simulate, events)
+        waits = [end + found.gradients for end, found in zip(self.timeline.ends, self.exchanges, strict=True)]
+        self.reduced = max(waits) + self._tied()
+        self.update = max(self._update(rank) for rank in range(draft.stage))
+        self.gathered = max(found.parameters for found in self.exchanges)
+        self.step = self.host.get("step", self.system.step)
+        self.end = self.reduced + self.update + self.gathered + self.step
+
+    # ---- computing ----
+
+    def _stage_times(self) -> StageTimes:
+        """Of every stage, the slowest of its devices."""
+        units, draft = self.costs.units, self.draft
+        split = units.messages(self.setting, self.placement.split).between(self.bounds)
+        if self.draft.split > 1:
+            split += self.host.get("split", 0.0) * units.message_counts(self.setting).between(self.bounds)
+        norm = units.statistics(self.setting, self.placement.replicate).between(self.bounds).sum(axis=0)
+        f, b, w, f_host, b_host, replay, replay_host = self._slowest_devices()
+        again = np.array(draft.recompute or (False,) * draft.stages, dtype=float)
+        split_forward, split_backward = split[0], split[1] + again * split[2]
+        apart = self._taken_apart(f_host + b_host)
+        replay, b_host = again * replay, b_host + again * replay_host
+        adding, adding_host = self._adding()
+        b, w, b_host, each = b + adding, w + adding, b_host + adding_host, self._each_pass()
+        sent = self._packing()
+        return StageTimes(
+            *(f, b, w + apart / 4, replay, split_forward, split_backward, norm),
+            np.maximum(0.0, f_host - f - split_forward) + each + apart / 2 + sent,
+            np.maximum(0.0, b_host - b - replay - split_backward) + each + apart / 2 + np.roll(sent, 1),
+        )
+
+    def _taken_apart(self, host: Array) -> Array:
+        """Seconds of the host to keep weights' gradients for later; ``host``: to start all kernels."""
+        launch = self.kind.workers[0][0][0].launch
+        if self.draft.schedule != "zero-bubble" or not launch:
+            return np.zeros_like(host)
+        return host / launch * self.host.get("deferred", 0.0)
+
+    def _each_pass(self) -> float:
+        """Seconds of the host for one stage's forward or backward of one micro-batch."""
+        micro = self.host.get("micro", self.system.micro) / 2 / self.draft.chunks
+        return micro if self.draft.stage == 1 else self.host.get("action", micro)
+
+    def _adding(self) -> Array:
+        """Gradients of all micro-batches but the first are added up: seconds of the device, and of the host."""
+        device, micros = self.kind.workers[0][0][0], self.draft.micro_batches
+        adding = self.costs.units.adding(self.setting, device).between(self.bounds)
+        return adding * (1 - 1 / micros)
+
+    def _packing(self) -> Array:
+        """What every stage hands on, copied together; a gradient that goes back is as large."""
+        sent = np.zeros(self.draft.stages)
+        if self.system.packs and self.draft.stage > 1:
+            device, received = self.kind.workers[0][0][0], self.costs.units.received(self.setting)
+            sent[:-1] = [stream_seconds(3 * float(received[first]), device) for first in self.draft.cuts]
+        return sent
+
+    def _slowest_devices(self) -> Array:
+        """The rows of ``UnitCosts.computing`` by stage."""
+        units = self.costs.units
+        by_kind: dict[str, Array] = {}
+        columns = []
+        for stage in range(self.draft.stages):
+            found = []
+            for device, width in self.kind.workers[stage % self.draft.stage]:
+                if device.name not in by_kind:
+                    by_kind[device.name] = units.computing(self.setting, device, self.placement.split).between(
+                        self.bounds
+                    )
+                column = by_kind[device.name][:, stage]
+                found.append(column * ([width] * 3 + [1.0] * 2 + [width, 1.0]) if width != 1.0 else column)
+            columns.append(max(found, key=lambda column: column[0] + column[1]))
+        return np.array(columns).T
+
+    def _timeline(self, simulate: bool, events: bool) -> Timeline:
+        draft = self.draft
+        forward, backward = self._lengthened()
+        if draft.stages == 1:
+            makespan = draft.micro_batches * float(forward[0] + backward[0])
+            return Timeline(makespan, makespan, (makespan,))
+        name, edges = draft.schedule or USUAL_SCHEDULE, self._edges()
+        if name == "gpipe":
+            forward, backward, edges = _one_by_one(forward, backward, edges)
+        stages = Stages(forward.tolist(), backward.tolist(), self.times.for_weights.tolist(), edges)
+        if simulate or events:
+            return simulated(name, stages, draft.stage, draft.micro_batches, events)
+        return estimated(name, stages, draft.stage, draft.micro_batches)
+
+    def _lengthened(self) -> tuple[Array, Array]:
+        """F and B with what shards make them wait."""
+        forward, backward = self.times.passes()
+        ranks = [stage % self.draft.stage for stage in range(self.draft.stages)]
+        gathers = np.array([self.exchanges[rank].each_gather for rank in ranks]) / 2 / self.draft.chunks
+        scatters = np.array([self.exchanges[rank].each_backward for rank in ranks]) / self.draft.chunks
+        return forward + gathers, backward + gathers + scatters
+
+    def _edges(self) -> list[float]:
+        received = self.costs.units.received(self.setting)
+        scattered = self.system.scatters_edges
+        firsts = self.draft.cuts
+        return [
+            *(
+                self.placement.edge_seconds(stage % self.draft.stage, float(received[first]), scattered)
+                for stage, first in enumerate(firsts)
+            ),
+            0.0,
+        ]
+
+    # ---- between replicas ----
+
+    def _exchange(self, rank: int) -> Exposed:
+        mine = slice(rank, None, self.draft.stage)
+        forward, backward = self.times.passes()
+        held = Held(*(float(self.sizes[row, mine].sum()) for row in (0, 1, 3)))
+        busy = Busy(float(forward[mine].sum()), float(backward[mine].sum()))
+        device = self.kind.workers[rank][0][0]
+        return exposed(self.draft, held, busy, self.placement.replicate, device, self.system)
+
+    def _tied(self) -> float:
+        """Weights that several stages hold: their gradients are summed too."""
+        total = 0.0
+        for units, entries in zip(self.costs.profile.ties, self.costs.profile.tied_weights, strict=True):
+            stages = {sum(unit >= cut for cut in self.draft.cuts) % self.draft.stage for unit in units}
+            if len(stages) > 1:
+                width = self.system.reduced or self.system.gradient_bytes(self.draft.amp)
+                total += 2 * max(
+                    self.placement.edges[rank].seconds(entries / self.draft.split * width / 2) for rank in stages
+                )
+        return total
+
+    def _update(self, rank: int) -> float:
+        entries = float(self.sizes[0, rank :: self.draft.stage].sum())
+        if self.draft.shard:
+            entries /= self.draft.replicate
+        moved, optimizer = entries * self.costs.update_bytes[self.draft.amp], self.costs.optimizer
+        return max(
+            moved / (device.bandwidth * device.updates.get(optimizer, device.update))
+            for device, _ in self.kind.workers[rank]
+        )
+
+    # ---- by cause ----
+
+    def parts(self) -> dict[str, float]:
+        """Of the busiest rank; they add up to the step."""
+        times, micros = self.times, self.draft.micro_batches
+        forward, backward = self._lengthened()
+        on_rank = [float((forward + backward)[rank :: self.draft.stage].sum()) for rank in range(self.draft.stage)]
+        busiest = max(range(self.draft.stage), key=on_rank.__getitem__)
+
+        def total(*arrays: Array) -> float:
+            return micros * sum(float(array[busiest :: self.draft.stage].sum()) for array in arrays)
+
+        each = self.exchanges[busiest]
+        found = {
+            "compute": total(times.forward, times.backward),
+            "recompute": total(times.replay),
+            "bubble": max(0.0, self.timeline.unlinked - micros * on_rank[busiest]),
+            "split": total(times.split_forward, times.split_backward),
+            "pipeline": self.timeline.makespan - self.timeline.unlinked,
+            "gradients": self.reduced - self.timeline.makespan + micros * each.each_backward,
+            "parameters": self.gathered + micros * each.each_gather,
+            "batch norm": total(times.norm),
+            "update": self.update,
+            "host": total(times.forward_host, times.backward_host) + self.step,
+        }
+        return {part: found[part] for part in PARTS}

@@ -1,0 +1,1 @@
+"""Saying why: the ``echelon plan`` command, its tables and its page."""

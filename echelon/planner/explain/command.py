@@ -1,0 +1,204 @@
+"""``echelon plan``: from the words of a command line to a Report, and from there to tables, a page, JSON, plan.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError, UsageError
+from echelon.planner.cost.predict import predict
+from echelon.planner.cost.system import ECHELON
+from echelon.planner.draft import Draft
+from echelon.planner.explain import gather, page, show, why
+from echelon.planner.explain.asked import Asked, Orders, memory_words
+from echelon.planner.explain.report import Report
+from echelon.planner.explain.script import ask_script
+from echelon.planner.explain.source import DESCRIBED, Source, find_source, is_script
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.prediction import Prediction
+from echelon.planner.run.saved import SavedPlan
+from echelon.planner.search.answer import Answer, Choice
+from echelon.planner.search.neighbours import neighbours
+from echelon.planner.search.search import Hunt, search
+from echelon.strict import build
+
+
+class NothingFits(EchelonError):
+    """No plan keeps within the memory of the devices."""
+
+
+def plan_words(
+    model: str | None,
+    arguments: list[str],
+    *,
+    explain: str | None,
+    html: str | None,
+    as_json: bool,
+    save: str | None,
+    **words: Any,
+) -> None:
+    """The command. ``words`` are its other options, as they were written; None where they were not."""
+    asked = _asked(model, arguments, explain, words)
+    for option, path in (("--html", html), ("--save", save)):
+        _check_room(option, path)
+    orders = Orders(sizes=as_json or html is not None, save=save, explain=explain)
+    if is_script(asked.model):
+        report = ask_script(asked, orders)
+    else:
+        cluster = asked.machines()
+        report = make_report(asked, cluster, find_source(asked, cluster), orders)
+    _put_out(report, html, as_json)
+    if not report.options:
+        raise NothingFits(f"no plan of {report.model} fits on {report.machines.name}: {report.reason}")
+    if save:
+        print(f"saved: {save}; {_use_of(save, asked.model)}", file=sys.stderr)
+
+
+def _check_room(option: str, path: str | None) -> None:
+    """A slip in a path is told before the search, not after it."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UsageError(f"{option} '{path}' cannot be written: it is a directory, or in none; give another path")
+
+
+def _use_of(path: str, model: str) -> str:
+    if model.partition(":")[0] in DESCRIBED:
+        return f"'echelon plan --explain {path}' explains it (one that can be run is made from the model itself)"
+    return f"'echelon run --plan {path} SCRIPT' runs it"
+
+
+def _asked(model: str | None, arguments: list[str], explain: str | None, words: dict[str, Any]) -> Asked:
+    given = {name: value for name, value in words.items() if value is not None}
+    given["memory"] = memory_words(given.get("memory"))
+    if "allow" in given:
+        given["allow"] = tuple(filter(None, (name.strip() for name in given["allow"].split(","))))
+    if explain is not None:
+        return _asked_before(explain, model, given)
+    if model is None:
+        raise UsageError("plan what? give a MODEL (see 'echelon plan --help'), or --explain plan.json")
+    if "cluster" not in given:
+        raise UsageError("--cluster is missing; write --cluster 4x8xH100, a .yaml file, or --cluster here")
+    return Asked(model=model, arguments=tuple(arguments), **given)
+
+
+def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> Asked:
+    """What a saved plan was made from; what is given now goes before it."""
+    before = SavedPlan.load(path).made_from
+    if not before and model is None:
+        raise UsageError(f"plan '{path}' does not say what it was made from; give its MODEL too")
+    if not before and "cluster" not in given:
+        raise UsageError(f"plan '{path}' does not say what it was made for; give --cluster too")
+    words = {name: value for name, value in given.items() if value is not None}
+    return build(Asked, {**before, **({"model": model} if model else {}), **words}, f"plan '{path}'")
+
+
+def make_report(asked: Asked, cluster: Cluster, source: Source, orders: Orders) -> Report:
+    """Search, or take the saved plan, and say all there is to say of it."""
+    asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
+    planner = Planner(asked, source)
+    before = SavedPlan.load(orders.explain).draft if orders.explain else None
+    begin = time.process_time()
+    answer = planner.again(before, cluster) if before else planner.best(cluster)
+    costs = time.process_time() - begin
+    report = gather.gather(source.profile, cluster, planner.batch, answer, asked.to_dict())
+    if not answer.best:
+        return report
+    chosen = answer.best[0]
+    if orders.save:
+        _save(orders.save, chosen, asked, source)
+    same = planner.same(chosen.draft, cluster)
+    ask = same if before else why.Asking(planner.other, same, costs)
+    return dataclasses.replace(
+        report,
+        options=(planner.drawn(chosen, cluster), *answer.best[1:]),
+        sensitivities=why.sensitivities(chosen, cluster, ask),
+        sizes=why.sizes(chosen, cluster, ask) if orders.sizes else (),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """What one command asks: always for the same model, with the same means allowed."""
+
+    asked: Asked
+    source: Source
+
+    @property
+    def batch(self) -> int:
+        assert self.asked.batch is not None
+        return self.asked.batch
+
+    @property
+    def optimizer(self) -> str:
+        assert self.asked.optimizer is not None
+        return self.asked.optimizer
+
+    def best(self, cluster: Cluster) -> Answer:
+        return self._search(cluster, self.batch, self.asked.keep)
+
+    def other(self, cluster: Cluster, batch: int) -> Answer:
+        return self._search(cluster, batch, 1)
+
+    def _search(self, cluster: Cluster, batch: int, keep: int) -> Answer:
+        return search(
+            self.source.profile, cluster, batch=batch, allow=self.asked.allow, optimizer=self.optimizer, keep=keep
+        )
+
+    def again(self, draft: Draft, cluster: Cluster) -> Answer:
+        """A plan that was made before, as if it had been found."""
+        if draft.ranks > cluster.size:
+            raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
+        hunt = Hunt(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, ECHELON, {})
+        hunt.look(beyond_host=False)  # neighbours are the best of their kind
+        choice = Choice(draft, self._predict(draft, cluster, events=False))
+        rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))
+        return Answer((choice,), rejected, 0, 0.0, helps, notes=tuple(hunt.notes(choice)))
+
+    def same(self, draft: Draft, here: Cluster) -> why.Ask:
+        """Asks how that plan would do elsewhere, without a search; devices that it leaves idle here, it does there."""
+
+        def ask(cluster: Cluster, batch: int) -> Answer:
+            there = why.spread(draft, draft.ranks * cluster.size // here.size, batch)
+            if there is None:
+                return Answer(best=(), rejected=(), considered=0, seconds=0.0)
+            choice = Choice(there, self._predict(there, cluster, events=False))
+            return Answer(best=(choice,) if choice.prediction.fits else (), rejected=(), considered=1, seconds=0.0)
+
+        return ask
+
+    def drawn(self, choice: Choice, cluster: Cluster) -> Choice:
+        """The same with its timeline."""
+        timed = self._predict(choice.draft, cluster, events=True)
+        return Choice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
+
+    def _predict(self, draft: Draft, cluster: Cluster, *, events: bool) -> Prediction:
+        return predict(self.source.profile, cluster, draft, optimizer=self.optimizer, events=events)
+
+
+def _save(path: str, choice: Choice, asked: Asked, source: Source) -> None:
+    SavedPlan.of(
+        choice.draft,
+        source.profile,
+        model=source.model,
+        cluster=asked.cluster,
+        prediction=choice.prediction,
+        made_from=asked.to_dict(),
+    ).save(path)
+
+
+def _put_out(report: Report, html: str | None, as_json: bool) -> None:
+    if html is not None:
+        try:
+            Path(html).write_text(page.render(report), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html '{html}' cannot be written: {error.strerror}; give another path") from None
+        print(f"page: {html}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=1))
+    elif sys.stdout.isatty():
+        show.on_terminal(report)
+    else:
+        print(show.plain(report))

@@ -1,0 +1,317 @@
+"""A Report as one page that needs nothing else: no network, no scripts. This file places, page.html.j2 draws.
+
+All that is drawn lies between 0 and 100 (percents of a picture's width) or between 0 and its height in pixels, so that
+a page folds from a desk to a phone without its letters shrinking.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon import amounts
+from echelon.plan.simulate import Event
+from echelon.planner.explain import show
+from echelon.planner.explain.report import Remark, Report, Size, samples_per_second
+from echelon.planner.prediction import Memory
+from echelon.planner.search.answer import Choice
+
+#: More rectangles than this make a browser slow, and more in a row are too thin to be seen.
+MOST_EVENTS, MOST_IN_A_ROW = 2400, 160
+#: The part of the width between the beginning and the end, where the middle of a long schedule is left out.
+GAP = 4.0
+#: Numbers are written into rectangles of at least this part of the width.
+ROOM_FOR_NUMBER = 2.2
+
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, for what came in",
+    "W": "backward, for the weights",
+}
+
+
+def render(report: Report) -> str:
+    """The page, as text."""
+    from jinja2 import Environment, StrictUndefined
+
+    source = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+    drawn = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    drawn.filters.update(duration=amounts.duration, size=amounts.size, percent=amounts.percent)
+    return drawn.from_string(source).render(**_view(report))
+
+
+def _view(report: Report) -> dict[str, Any]:
+    view: dict[str, Any] = {"report": report, "headline": show.headline(report), "show": show}
+    view["tables"] = {section.title: section for section in show.sections(report)}
+    view["figures"] = show.figures(report.machines)
+    if not report.options:
+        return view
+    choice = report.choice
+    return view | {
+        "choice": choice,
+        "facts": _facts(report),
+        "times": list(stacked([(part, seconds) for part, seconds, _ in show.time_parts(choice)])),
+        "timeline": timeline(choice),
+        "memory": memory_bars(choice.prediction.memory),
+        "memory_table": show.memory(choice),
+        "plans": show.plans(report),
+        "contents": show.contents(report.stages),
+        "bars": {
+            "sensitivities": change_bars([remark for remark in report.sensitivities if remark.against is not None]),
+            "approximate": change_bars([remark for remark in report.approximate if remark.against is not None]),
+        },
+        "line": line(report.sizes, report.machines.devices),
+        "sizes": show.sizes(report.sizes, report.batch),
+    }
+
+
+def _facts(report: Report) -> list[tuple[str, str, str]]:
+    """(what, figure, small print): what one wants to know first."""
+    choice = report.choice
+    fullest, parts = choice.prediction.fullest, choice.prediction.parts
+    computing = parts.get("compute", 0.0) / choice.seconds
+    facts = [
+        ("a step", amounts.duration(choice.seconds), f"batch {report.batch:,}"),
+        ("samples a second", amounts.rate(samples_per_second(choice)), f"on {_used(report)}"),
+        ("of a step computes", amounts.percent(computing), "on the busiest device"),
+    ]
+    if fullest.limit:
+        facts.append(("of memory used", amounts.percent(fullest.total / fullest.limit), show.of_limit(fullest)))
+    return facts
+
+
+def _used(report: Report) -> str:
+    """``32 devices``, or ``16 of 24 devices`` where some stay idle."""
+    used, there = report.choice.draft.ranks, report.machines.devices
+    return f"{used:,}{f' of {there:,}' if used != there else ''} device{'s' if there > 1 else ''}"
+
+
+# ---- bars ----
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One part of a bar: where it begins and how wide it is, in percent."""
+
+    name: str
+    value: float
+    left: float
+    width: float
+
+    @property
+    def kind(self) -> str:
+        """As a CSS class."""
+        return self.name.replace(" ", "-")
+
+
+def stacked(parts: Sequence[tuple[str, float]], whole: float | None = None) -> list[Bar]:
+    """Parts one after another; all of them are ``whole``, or the picture's width."""
+    whole = whole or sum(value for _, value in parts)
+    ends = itertools.accumulate((value for _, value in parts), initial=0.0)
+    return [
+        Bar(name, value, 100 * begin / whole, 100 * value / whole)
+        for (name, value), begin in zip(parts, ends, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A device's memory as a bar. ``limit`` is where its line goes; None where there is no limit."""
+
+    rank: int
+    memory: Memory
+    bars: list[Bar]
+    limit: float | None
+
+
+def memory_bars(memories: Sequence[Memory]) -> list[Filled]:
+    """All to the same scale, on which the fullest and every limit have room."""
+    whole = 1.02 * max(max(each.total, each.limit) for each in memories)
+    return [
+        Filled(
+            rank,
+            each,
+            stacked([(name, getattr(each, name)) for name in show.HELD if getattr(each, name)], whole),
+            100 * each.limit / whole if each.limit else None,
+        )
+        for rank, each in enumerate(memories)
+    ]
+
+
+@dataclass(frozen=True)
+class Change:
+    remark: Remark
+    left: float
+    width: float
+
+
+def change_bars(remarks: Sequence[Remark]) -> list[Change]:
+    """Bars to the left of the middle for what is quicker, to the right for what is slower."""
+    most = max([abs(remark.against or 0.0) for remark in remarks] + [0.05])
+    found = []
+    for remark in remarks:
+        width = 50 * abs(remark.against or 0.0) / most
+        found.append(Change(remark, 50 - width if (remark.against or 0.0) < 0 else 50.0, width))
+    return found
+
+
+# ---- the schedule ----
+
+
+@dataclass(frozen=True)
+class Block:
+    event: Event
+    chunk: int
+    left: float
+    width: float
+    number: bool
+
+    @property
+    def title(self) -> str:
+        kind, micro, stage = self.event.action
+        times = f"{amounts.duration(self.event.begin)} to {amounts.duration(self.event.end)}"
+        return f"{KINDS[kind]}, micro-batch {micro}, stage {stage}, rank {self.event.rank}: {times}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """rows: number of ranks; row: height of each; blocks: what they do; ticks: (where, what time)
+    end:    when the pipeline is done; ``rest`` is where the step's rest (sums, update) begins, to 100
+    gap:    where the middle is left out, or None
+    """
+
+    rows: int
+    row: float
+    blocks: list[Block]
+    kinds: dict[str, str]
+    ticks: list[tuple[float, str]]
+    gap: float | None
+    shown: int
+    events: int
+    rest: float | None
+
+    @property
+    def height(self) -> float:
+        return self.rows * self.row
+
+
+def timeline(choice: Choice) -> Timeline | None:
+    """The pipeline's events as blocks; None where there are none."""
+    events, whole = choice.prediction.events, choice.seconds
+    if not events:
+        return None
+    end = max(event.end for event in events)
+    whole = max(whole, end)
+    rows = 1 + max(event.rank for event in events)
+    scale = _Scale(whole, _window(events, whole, min(MOST_EVENTS, MOST_IN_A_ROW * rows)))
+    inside = [event for event in events if scale.shows(event)]
+    return Timeline(
+        rows,
+        max(9.0, min(26.0, 620 / rows)),
+        [_block(event, scale, rows) for event in inside],
+        {kind: text for kind, text in KINDS.items() if any(event.action.kind == kind for event in events)},
+        scale.ticks(),
+        scale.gap,
+        len(inside),
+        len(events),
+        scale.at(end) if whole > 1.0001 * end else None,
+    )
+
+
+def _window(events: Sequence[Event], whole: float, most: int) -> float:
+    """How long a beginning and an end may be for what is in them to be drawn; half of the whole where all may be."""
+    if len(events) <= most:
+        return whole / 2
+    distance = sorted(min(event.begin, max(0.0, whole - event.end)) for event in events)
+    return min(whole / 2, distance[most - 1])
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From seconds to percents of the width: ``window`` seconds from the beginning, and as many to the end."""
+
+    whole: float
+    window: float
+
+    @property
+    def gap(self) -> float | None:
+        return 50.0 if 2 * self.window < 0.999 * self.whole else None
+
+    def shows(self, event: Event) -> bool:
+        return self.gap is None or event.end <= self.window or event.begin >= self.whole - self.window
+
+    def at(self, seconds: float) -> float:
+        if self.gap is None:
+            return 100 * seconds / self.whole
+        side = (100 - GAP) / 2
+        if seconds <= self.window:
+            return side * seconds / self.window
+        return max(100 - side, 100 - side * (self.whole - seconds) / self.window)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        if self.gap is None:
+            return [(25.0 * part, amounts.duration(self.whole * part / 4)) for part in range(5)]
+        moments = (0.0, self.window / 2, self.whole - self.window / 2, self.whole)
+        return [(self.at(moment), amounts.duration(moment)) for moment in moments]
+
+
+def _block(event: Event, scale: _Scale, rows: int) -> Block:
+    left, right = scale.at(event.begin), scale.at(event.end)
+    return Block(event, event.action.stage // rows, left, max(0.0, right - left), right - left >= ROOM_FOR_NUMBER)
+
+
+# ---- time over devices ----
+
+
+@dataclass(frozen=True)
+class Point:
+    """x in percent, y in pixels; ``ideal`` is where y were if twice the devices took half the time."""
+
+    size: Size
+    x: float
+    y: float
+    ideal: float
+    chosen: bool
+
+    @property
+    def text(self) -> str:
+        return amounts.duration(self.size.seconds or 0.0)
+
+
+LINE_HEIGHT, LINE_MARGIN = 260.0, 34.0
+
+
+def line(sizes: Sequence[Size], devices: int) -> list[Point]:
+    """Both axes are logarithmic, so that perfect scaling is a straight line."""
+    there = [size for size in sizes if size.seconds]
+    if len(there) < 2:
+        return []
+    first = there[0]
+    ideal = [_log(first.seconds) - _log(size.devices) + _log(first.devices) for size in there]
+    real = [_log(size.seconds) for size in there]
+    low, high = min(real + ideal), max(real + ideal)
+    across = _log(there[-1].devices) - _log(first.devices)
+
+    def height(value: float) -> float:
+        return LINE_MARGIN + (LINE_HEIGHT - 2 * LINE_MARGIN) * (high - value) / max(high - low, 1e-9)
+
+    return [
+        Point(
+            size,
+            8 + 84 * (_log(size.devices) - _log(first.devices)) / across,
+            height(at),
+            height(perfect),
+            size.devices == devices,
+        )
+        for size, at, perfect in zip(there, real, ideal, strict=True)
+    ]
+
+
+def _log(value: float | None) -> float:
+    assert value is not None
+    return math.log2(value)

@@ -1,0 +1,262 @@
+"""Profile: what a model costs, measured on placeholders: no GPU, nothing computed, the model left as it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from echelon.errors import EchelonError, UsageError
+from echelon.marks import Split
+from echelon.plan.cut import find_units
+from echelon.planner.anatomy import Sheet, Unit
+from echelon.planner.model.again import crossings, figures_again
+from echelon.planner.model.assemble import (
+    Carried,
+    Groups,
+    Held,
+    Spans,
+    alike,
+    between,
+    carried,
+    group_calls,
+    holdings,
+    identity,
+    mark_weight_kernels,
+    spans_of,
+    unit,
+)
+from echelon.planner.model.rehearse import Passed, rehearse
+from echelon.planner.model.shadow import Shadow
+from echelon.planner.model.split_shadow import nobody, split_first
+from echelon.planner.model.splits import find_marks, most, telling_hooks
+
+DeviceKind = Literal["cuda", "cpu"]
+Step = Callable[[nn.Module, Any], Tensor]
+
+#: Samples of the two passes that all others are known from. Not 1: batch norm refuses one row, and squeeze() drops it.
+SIZES = (2, 3)
+
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    call: Step | None = None,
+    name: str = "",
+    device: DeviceKind | None = None,
+) -> Profile:
+    """What training ``model`` costs. ``batch`` and ``loss`` are as ``Engine.step`` and ``distribute`` take them.
+
+    call:   ``call(model, batch)`` returns the loss, where that is more than ``loss(model(x), y)``
+    device: whose kernels are counted; where the parameters are, if it is left out
+    """
+    kind = device or _device_of(model)
+    return Profile(model, batch, call or functools.partial(_objective, loss), name or type(model).__name__, kind)
+
+
+def _device_of(model: nn.Module) -> DeviceKind:
+    first = next(model.parameters(), None)
+    return "cpu" if first is not None and first.device.type == "cpu" else "cuda"
+
+
+def _objective(loss: Callable[..., Tensor] | None, model: nn.Module, batch: Any) -> Tensor:
+    from echelon.objective import Objective
+
+    return Objective(model, loss, None, torch.device("cpu"))(batch)[1]
+
+
+class Profile:
+    """A model's units and what they cost, for any number of samples, any split and amp. Implements ``Anatomy``.
+
+    members:    all modules of every unit, where ``names`` has the first
+    parameters: (name, entries, dtype, whether it is trained, index of the first unit that needs it)
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, step: Step, name: str, device: DeviceKind) -> None:
+        from echelon.objective import count_samples
+
+        self.name, self.device, self.batch = name, device, count_samples(batch)
+        self._model, self._example, self._step = model, batch, step
+        self._measured: dict[Any, _Measured] = {}
+        self._sheets: dict[Any, Sheet] = {}
+        first = self._measure(1, None, SIZES)
+        self._groups: Groups = first.groups
+        self.names = tuple(first.passes[0].calls[group[0]].name for group in self._groups)
+        self.members = tuple(
+            tuple(dict.fromkeys(first.passes[0].calls[at].name for at in group)) for group in self._groups
+        )
+        self.ties, self.tied_weights = first.ties()
+        self.parameters = first.parameters()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was profiled."""
+        return self._model
+
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+        key = (samples, split, amp)
+        if key not in self._sheets:
+            self._sheets[key] = Sheet(self._units(samples, split, amp), samples, split, amp, self._given(samples))
+        return self._sheets[key]
+
+    def _given(self, samples: int) -> float:
+        resized = (_resized(leaf, self.batch, samples) for leaf in tree_leaves(self._example))
+        return float(sum(leaf.numel() * leaf.element_size() for leaf in resized if isinstance(leaf, Tensor)))
+
+    def _units(self, samples: int, split: int, amp: str | None) -> tuple[Unit, ...]:
+        if amp is not None and amp not in _AMP:
+            raise UsageError(f"amp '{amp}' is unknown; there are {', '.join(_AMP)}")
+        measured = self._measured_at(split, amp, SIZES)
+        if not measured.is_affine:
+            measured = self._measured_at(split, amp, (samples, samples))
+        return measured.units(samples)
+
+    def _measured_at(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
+        key = (split, amp, sizes)
+        if key not in self._measured:
+            self._measured[key] = self._measure(split, amp, sizes)
+        return self._measured[key]
+
+    def _measure(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
+        shadow = Shadow(self._model, self._unit_names)
+        with nobody(split) as group:
+            if split > 1:
+                split_first(shadow, self.split_marks, group)
+            shadow.listen_to(self._unit_names)
+            passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
+        groups = self._groups if hasattr(self, "_groups") else None
+        measured = _Measured(self._model, shadow, (passes[0], passes[-1]), sizes, groups)
+        self._measured[(split, amp, sizes)] = measured
+        return measured
+
+    def _rehearse(self, shadow: Shadow, samples: int, amp: str | None, backward: bool = True) -> Passed:
+        batch = tree_map(lambda leaf: _resized(leaf, self.batch, samples), self._example)
+        try:
+            return rehearse(shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward)
+        except EchelonError:
+            raise
+        except Exception as error:
+            words = (str(error).splitlines() or [""])[0]
+            raise UsageError(
+                f"'{self.name}' cannot be profiled: {type(error).__name__}: {words}; its forward must run on shapes "
+                "alone, without looking at values"
+            ) from error
+
+    @functools.cached_property
+    def _unit_names(self) -> list[str]:
+        return find_units(self._model) or [""]
+
+    # ---- splits ----
+
+    @functools.cached_property
+    def split_marks(self) -> dict[str, Split]:
+        """What the runtime is told to split, by the modules' names; empty where nothing is worth it."""
+        like = Shadow(self._model, self._unit_names).like
+        return find_marks(self._model, like, self._attempt)
+
+    @functools.cached_property
+    def splits(self) -> int:
+        """The most devices that may share a layer."""
+        return most(self._model, self.split_marks) if self.split_marks else 1
+
+    def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> Passed:
+        shadow = Shadow(self._model, self._unit_names)
+        with nobody(2) as group:
+            split_first(shadow, marks, group)
+            telling_hooks(shadow, told)
+            shadow.listen_to(self._unit_names)
+            return self._rehearse(shadow, SIZES[0], None, backward=False)
+
+
+def _resized(leaf: Any, before: int, samples: int) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != before:
+        return leaf
+    return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+
+class _Measured:
+    """Two passes of one copy of the model, of as many samples as ``sizes`` say."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shadow: Shadow,
+        passes: tuple[Passed, Passed],
+        sizes: tuple[int, int],
+        groups: Groups | None,
+    ) -> None:
+        self._model, self.passes, self._sizes = model, passes, sizes
+        small, large = passes
+        self.groups = groups if groups is not None else group_calls(small)
+        for passed in dict.fromkeys(self.passes):
+            mark_weight_kernels(passed)
+        self._held: list[Held] = holdings(model, shadow, small, self.groups)
+        self._carried: list[list[Carried]] = [carried(passed, self.groups) for passed in self.passes]
+        self._crossings = [crossings(passed, self.groups) for passed in self.passes]
+        self._spans: list[list[Spans]] = [
+            [spans_of(passed, self.groups, index) for index in range(len(self.groups))] for passed in self.passes
+        ]
+        self.is_affine = len(small.calls) == len(large.calls) and all(map(alike, *self._spans))
+
+    def units(self, samples: int) -> tuple[Unit, ...]:
+        first, second = self._sizes
+        at = (samples - first) / (second - first) if second != first else 0.0
+        made: dict[Any, Unit] = {}
+        found = []
+        for index in range(len(self.groups)):
+            facts = self._facts(index, at)
+            key = (index == 0, identity(self.passes[0], self.groups, index), *facts.items())
+            if key not in made:
+                facts |= figures_again(self.passes, self.groups, index, at)
+                name = self.passes[0].calls[self.groups[index][0]].name
+                made[key] = unit(name, self._spans[0][index], self._spans[1][index], at, facts)
+            found.append(made[key])
+        return tuple(found)
+
+    def _facts(self, index: int, at: float) -> dict[str, float]:
+        held, few, many = self._held[index], self._carried[0][index], self._carried[1][index]
+        values = held.parameters.values()
+        sizes = [value.numel() * value.element_size() for value in values]
+        return {
+            "weights": float(sum(value.numel() for value in values)),
+            "trained": float(sum(value.numel() for value in values if value.requires_grad)),
+            "weight_bytes": float(sum(sizes)),
+            "largest_weight": float(max(sizes, default=0)),
+            "saved": between(few.saved, many.saved, at),
+            "received": between(few.received, many.received, at),
+            "output": between(few.output, many.output, at),
+            "buffers": float(sum(each.numel() * each.element_size() for each in held.buffers.values())),
+            "norm_statistics": float(held.norm_statistics),
+            "crossing": between(self._crossings[0][index], self._crossings[1][index], at),
+        }
+
+    def ties(self) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
+        holders: dict[int, list[int]] = {}
+        values: dict[int, Tensor] = {}
+        for index, held in enumerate(self._held):
+            for key, value in held.parameters.items():
+                holders.setdefault(key, []).append(index)
+                values[key] = value
+        entries: dict[tuple[int, ...], float] = {}
+        for key, indices in holders.items():
+            if len(indices) > 1:
+                entries[tuple(indices)] = entries.get(tuple(indices), 0.0) + values[key].numel()
+        return tuple(entries), tuple(entries.values())
+
+    def parameters(self) -> tuple[tuple[str, int, str, bool, int], ...]:
+        first: dict[int, int] = {}
+        for index, held in enumerate(self._held):
+            for key in held.parameters:
+                first.setdefault(key, index)
+        return tuple(
+            (name, value.numel(), str(value.dtype).removeprefix("torch."), value.requires_grad, first[id(value)])
+            for name, value in self._model.named_parameters()
+        )

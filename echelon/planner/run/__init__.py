@@ -1,0 +1,1 @@
+"""Running what was found: a Draft into a Plan, plans in files, auto, trials."""

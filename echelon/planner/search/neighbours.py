@@ -1,0 +1,243 @@
+"""Neighbours of a plan: one decision away, along each axis, with what makes them worse in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from echelon.marks import ScheduleName
+from echelon.planner.draft import Draft
+from echelon.planner.machines.cluster import Cluster
+from echelon.planner.prediction import Memory, Prediction
+from echelon.planner.search.answer import Choice, Rejected
+from echelon.planner.search.meshes import Mesh
+from echelon.planner.search.shapes import Shape
+from echelon.planner.search.tailor import lack
+
+if TYPE_CHECKING:
+    from echelon.planner.search.search import Hunt
+
+AS_QUICK = 0.005  # part of a step below which a difference is none
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """``what`` is decided otherwise; ``tried``: ways to do so, of which the quickest counts."""
+
+    what: str
+    tried: Callable[[], Iterable[Choice]]
+
+
+def neighbours(hunt: Hunt, best: Choice) -> Iterator[Rejected]:
+    """Those that there are, each once."""
+    shape = hunt.shape_of(best.draft)
+    seen = {best.draft}
+    for neighbour in _around(hunt, best, shape):
+        chosen = _quickest(neighbour.tried())
+        if chosen is not None and chosen.draft not in seen:
+            seen.add(chosen.draft)
+            yield rejected(hunt, best, chosen, neighbour.what)
+
+
+def rejected(hunt: Hunt, best: Choice, other: Choice, what: str) -> Rejected:
+    if not other.prediction.fits:
+        return Rejected(other.draft, other.prediction, too_full(other.prediction), what)
+    base, compared = hunt.alike(best, other)
+    against = compared.seconds / base.seconds - 1
+    return Rejected(compared.draft, compared.prediction, why(base, compared, hunt.cluster), what, against)
+
+
+def _quickest(choices: Iterable[Choice]) -> Choice | None:
+    """The quickest that fits; where none does, the one that lacks least."""
+    ways = list(choices)
+    fitting = [choice for choice in ways if choice.prediction.fits]
+    return min(fitting, key=lambda choice: choice.seconds) if fitting else min(ways, key=lack, default=None)
+
+
+# ---- along each axis ----
+
+
+def _around(hunt: Hunt, best: Choice, shape: Shape) -> Iterator[Neighbour]:
+    mesh = shape.mesh
+    for axis, size in (("split", mesh.split), ("stage", mesh.stage)):
+        for other in (size * 2, size // 2):
+            if other and axis not in hunt.fixed and "cuts" not in hunt.fixed:
+                yield Neighbour(_axis_words(axis, other), partial(_on_axis, hunt, shape, axis, other))
+    if "micro_batches" not in hunt.fixed:
+        for count in _beside(hunt.means.micro_batches(mesh, hunt.batch), shape.micro_batches):
+            words = f"{count} micro-batches" if count > 1 else "1 micro-batch"
+            yield Neighbour(words, partial(_made, hunt, shape.replaced(micro_batches=count)))
+    for name, chunks in _other_schedules(hunt, shape):
+        changed = shape.replaced(schedule=name, chunks=chunks)
+        words = f"interleaved, {chunks} stages a rank" if chunks > 1 else str(name)
+        yield Neighbour(words, partial(_made, hunt, changed))
+    yield from _recomputing(hunt, best, shape)
+    yield from _sharding(hunt, shape)
+    if mesh.replicate > 1 and len(mesh.replicas) == 1 and "replicate" not in hunt.fixed and not hunt.devices:
+        half = mesh.replicate // 2
+        yield Neighbour(f"{half * mesh.stage * mesh.split} devices", partial(_replicas, hunt, shape, half))
+
+
+def _axis_words(axis: str, size: int) -> str:
+    return f"{axis} {size}" if size > 1 else "no split" if axis == "split" else "no pipeline"
+
+
+def _on_axis(hunt: Hunt, shape: Shape, axis: str, size: int) -> Iterator[Choice]:
+    """The best that was found so; and on meshes that share another axis with the plan's, what is most like it."""
+    old = shape.mesh
+    yield from (choice for choice in hunt.found if getattr(choice.draft, axis) == size)
+    for mesh in _meshes(hunt, axis, size):
+        kept = [name for name in ("replicate", "stage", "split") if getattr(mesh, name) == getattr(old, name)]
+        if not kept or mesh.size < 0.9 * old.size:
+            continue
+        schedules = hunt.means.schedules(mesh)
+        schedule = (shape.schedule, shape.chunks)
+        name, chunks = schedule if schedule in schedules else schedules[0] if schedules else (None, 1)
+        shard = shape.shard if mesh.replicate > 1 else 0
+        plain = shape.replaced(mesh=mesh, schedule=name, chunks=chunks, shard=shard)
+        for count in _near(hunt.means.micro_batches(mesh, hunt.batch), hunt.batch, mesh, shape):
+            yield from _made(hunt, plain.replaced(micro_batches=count))
+
+
+def _replicas(hunt: Hunt, shape: Shape, replicate: int) -> Iterator[Choice]:
+    """Fewer of them, each as it is."""
+    sizes = {"replicate": replicate, "stage": shape.mesh.stage, "split": shape.mesh.split}
+    for mesh in hunt.meshes(beyond_host=True, fixed=sizes):
+        shard = shape.shard if replicate > 1 else 0
+        for count in _near(hunt.means.micro_batches(mesh, hunt.batch), hunt.batch, mesh, shape):
+            yield from _made(hunt, shape.replaced(mesh=mesh, shard=shard, micro_batches=count))
+
+
+def _meshes(hunt: Hunt, axis: str, size: int) -> Iterator[Mesh]:
+    return hunt.meshes(beyond_host=True, fixed={axis: size})
+
+
+def _near(counts: list[int], batch: int, mesh: Mesh, shape: Shape) -> list[int]:
+    """Numbers of micro-batches that leave them about as large as they were, or the plan's number of them."""
+    wanted = shape.micro_batches * shape.mesh.replicate / mesh.replicate
+    by_size = sorted(counts, key=lambda count: abs(count - wanted))[:2]
+    by_count = sorted(counts, key=lambda count: abs(count - shape.micro_batches))[:1]
+    return list(dict.fromkeys(by_size + by_count))
+
+
+def _beside(counts: list[int], count: int) -> list[int]:
+    below = [other for other in counts if other < count]
+    above = [other for other in counts if other > count]
+    return below[-1:] + above[:1]
+
+
+def _other_schedules(hunt: Hunt, shape: Shape) -> list[tuple[ScheduleName | None, int]]:
+    """Of those with several stages a rank, the one that is nearest."""
+    found = [pair for pair in hunt.means.schedules(shape.mesh) if pair != (shape.schedule, shape.chunks)]
+    several = sorted((pair for pair in found if pair[1] > 1), key=lambda pair: abs(pair[1] - shape.chunks))[:1]
+    return [pair for pair in found if pair[1] == 1] + list(several)
+
+
+def _recomputing(hunt: Hunt, best: Choice, shape: Shape) -> Iterator[Neighbour]:
+    if "recompute" in hunt.fixed:
+        return
+    if any(best.draft.recompute):
+        yield Neighbour("no recompute", lambda: [hunt.tailor.draft(shape, ())])
+    if not best.draft.recompute or not all(best.draft.recompute):
+        yield Neighbour("recompute everywhere", lambda: [hunt.tailor.draft(shape, (True,) * shape.stages)])
+
+
+def _sharding(hunt: Hunt, shape: Shape) -> Iterator[Neighbour]:
+    levels = [exchange["shard"] for exchange in hunt.means.exchanges(shape) if not exchange["wire"]]
+    for level in _beside(sorted(set(levels)), shape.shard):
+        words = f"shard {level}" if level else "no shard"
+        changed = shape.replaced(shard=level, wire=None, approximate=None)
+        yield Neighbour(words, partial(_made, hunt, changed))
+
+
+def _made(hunt: Hunt, shape: Shape) -> list[Choice]:
+    """What fits of this shape, or what would be with everything recomputed."""
+    return hunt.tailor.fitting(shape) or [hunt.tailor.draft(shape, hunt.fixed.get("recompute", (True,) * shape.stages))]
+
+
+# ---- in words ----
+
+
+def too_full(prediction: Prediction) -> str:
+    """``stage 0 needs 93 of 80 GB``."""
+    rank = max(range(len(prediction.memory)), key=lambda at: _part(prediction.memory[at]))
+    memory = prediction.memory[rank]
+    who = f"stage {rank}" if len(prediction.memory) > 1 else "a device"
+    return f"{who} needs {of_limit(memory)}"
+
+
+def _part(memory: Memory) -> float:
+    return memory.total / (memory.limit or 1.0)
+
+
+def of_limit(memory: Memory) -> str:
+    """``93 of 80 GB``; digits enough to see the difference."""
+    unit, scale = next((unit, scale) for unit, scale in _UNITS if memory.limit >= scale or scale == 1)
+    digits = 0 if abs(memory.total - memory.limit) >= scale and memory.limit >= 10 * scale else 2
+    return f"{memory.total / scale:.{digits}f} of {memory.limit / scale:.{digits}f} {unit}"
+
+
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
+
+
+def why(best: Choice, other: Choice, cluster: Cluster) -> str:
+    """The part of the step that grew most; where none did, what else is worse."""
+    if other.seconds <= best.seconds * (1 + AS_QUICK):
+        return _as_quick(best, other)
+    grown = {part: seconds - best.prediction.parts[part] for part, seconds in other.prediction.parts.items()}
+    part = max(grown, key=grown.__getitem__)
+    return _REASONS[part](best.draft, other.draft, cluster)
+
+
+def _as_quick(best: Choice, other: Choice) -> str:
+    before, after = best.prediction.fullest, other.prediction.fullest
+    if other.draft.ranks > best.draft.ranks:
+        return "as quick, on more devices"
+    if after.activations > before.activations * 1.05 and after.total > before.total:
+        return "as quick, more activations"
+    if after.total > before.total * 1.01:
+        return "as quick, more memory"
+    return "as quick, but less simple"
+
+
+def _computing(best: Draft, other: Draft, cluster: Cluster) -> str:
+    if other.ranks < best.ranks:
+        return "fewer devices compute"
+    if other.micro_batch < best.micro_batch:
+        return "smaller micro-batches compute slower"
+    if other.split > best.split:
+        return "smaller products compute slower"
+    return "stages are less even" if other.stages > 1 else "more is computed on each device"
+
+
+def _splitting(best: Draft, other: Draft, cluster: Cluster) -> str:
+    in_host = min(len(host.devices) for _, host in cluster.hosts)
+    return "all-reduce crosses hosts" if other.split > in_host else "more messages inside layers"
+
+
+def _bubble(best: Draft, other: Draft, cluster: Cluster) -> str:
+    if other.micro_batches < best.micro_batches:
+        return "fewer micro-batches leave devices idle longer"
+    return "the pipeline is idle longer"
+
+
+def _gradients(best: Draft, other: Draft, cluster: Cluster) -> str:
+    if other.shard > 1 and other.shard > best.shard:
+        return "gradients are scattered for every micro-batch"
+    return "sums of gradients take longer than backward hides"
+
+
+_REASONS: dict[str, Callable[[Draft, Draft, Cluster], str]] = {
+    "compute": _computing,
+    "recompute": lambda best, other, cluster: "forward passes are repeated",
+    "bubble": _bubble,
+    "split": _splitting,
+    "pipeline": lambda best, other, cluster: "stages wait for what others send",
+    "gradients": _gradients,
+    "parameters": lambda best, other, cluster: "gathering parameters is not hidden",
+    "batch norm": lambda best, other, cluster: "statistics of batch norm wait for more replicas",
+    "update": lambda best, other, cluster: "each device updates more weights",
+    "host": lambda best, other, cluster: "the host starts more kernels",
+}

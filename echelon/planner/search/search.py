@@ -1,0 +1,440 @@
+"""search: the quickest plans that fit. Every mesh that is worth a look, the best by closed forms, those by simulation.
+
+Groups of plans (a mesh and a number of micro-batches) are looked at in the order of what they take at least: all
+arithmetic shared out evenly, and a pipeline's unavoidable idle time. It ends where that is more than what plans take
+that were found already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.errors import UsageError
+from echelon.planner.anatomy import Anatomy
+from echelon.planner.cost.predict import Costs
+from echelon.planner.cost.system import ECHELON, System
+from echelon.planner.draft import Draft
+from echelon.planner.machines.cluster import Cluster, Host
+from echelon.planner.search.answer import Answer, Choice, Help, Nearest, Rejected
+from echelon.planner.search.meshes import Bounds, Mesh, commonest, find_meshes, find_pools
+from echelon.planner.search.shapes import APPROXIMATE, Means, Shape, amp_of, combines, mechanisms
+from echelon.planner.search.tailor import Attempt, Tailor
+
+__all__ = ["Answer", "Choice", "Help", "Nearest", "Rejected", "search"]
+
+FINALISTS = 12
+LEAST_SHAPES = 12  # as many different shapes are found before a bound ends the search
+EXHAUSTIVE = 4000  # up to so many shapes, every one of them is looked at
+MOST_DRAFTS, MOST_CHECKS = 6000, 6000  # timed, and looked at for memory: then it is enough, whatever the bounds say
+CLOSE = 1.2  # times the quicker arithmetic: what is slower on one device is so in every plan
+NEAR = 1.25  # times the quickest: what closed forms may be wrong about
+FEW_ACTIONS = 500  # of a schedule that is simulated again and again
+MOST_ACTIONS = 250_000  # of schedules that are simulated for one answer
+NOTHING = 0.005  # part of a step's time: a difference not worth a word
+TIE = 0.02  # part of a step's time below which two plans are as quick: predictions are not that exact
+
+
+def search(
+    profile: Anatomy,
+    cluster: Cluster,
+    *,
+    batch: int,
+    allow: Sequence[str] = (),
+    memory: float | None = None,
+    optimizer: str = "adam",
+    system: System = ECHELON,
+    keep: int = 10,
+    fixed: Mapping[str, object] | None = None,
+    devices: int | None = None,
+) -> Answer:
+    """The best plans for ``batch`` samples a step.
+
+    allow:   means that change the numbers: "amp", "fp16_allreduce", "dgc", "localsgd"
+    memory:  bytes a device may use, where that is not what the cluster says
+    keep:    so many plans at most
+    fixed:   fields of a Draft that every plan must have: ``{"split": 2}``
+    devices: plans for exactly so many, the first ones; otherwise some may stay idle
+    """
+    begin = time.perf_counter()
+    if batch < 1:
+        raise UsageError(f"batch={batch}: a step takes 1 sample or more")
+    hunt = Hunt(profile, limited(cluster, memory), batch, tuple(allow), optimizer, system, fixed or {}, devices)
+    answer = hunt.answer(keep)
+    return dataclasses.replace(answer, seconds=time.perf_counter() - begin)
+
+
+def limited(cluster: Cluster, memory: float | None) -> Cluster:
+    """With so many bytes on every device."""
+    if memory is None:
+        return cluster
+    if memory <= 0:
+        raise UsageError(f"memory={memory:g}: a device has more than 0 bytes")
+    kinds = {
+        device.name: dataclasses.replace(device, memory=float(memory), origins={**device.origins, "memory": "given"})
+        for device in cluster.kinds
+    }
+    groups = (
+        (count, Host(tuple(kinds[device.name] for device in host.devices), host.link)) for count, host in cluster.hosts
+    )
+    return dataclasses.replace(cluster, hosts=tuple(groups))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Plans on one mesh with one number of micro-batches; none takes less than ``bound`` seconds."""
+
+    bound: float
+    mesh: Mesh
+    micro_batches: int
+
+
+class Hunt:
+    """One search."""
+
+    def __init__(
+        self,
+        profile: Anatomy,
+        cluster: Cluster,
+        batch: int,
+        allow: tuple[str, ...],
+        optimizer: str,
+        system: System,
+        fixed: Mapping[str, Any],
+        devices: int | None = None,
+    ) -> None:
+        self.profile, self.cluster, self.batch, self.devices = profile, cluster, batch, devices
+        self.allow, self.optimizer, self.system, self.fixed = allow, optimizer, system, fixed
+        self.costs = Costs(profile, cluster, system, optimizer)
+        self.tailor = Tailor(self.costs, batch, fixed)
+        units = len(profile.names)
+        self.means = Means(units, optimizer, (None,), frozenset(allow), fixed)
+        self.means.check()
+        self.means = dataclasses.replace(self.means, amps=self._amps())
+        self.layers = commonest(self.costs.units.sheet(1, 1, None).units)
+        self.found: list[Choice] = []
+        self._best: dict[object, float] = {}
+        self._waiting: list[tuple[float, int, Group | Attempt]] = []
+        self._counter = itertools.count()
+        self._frugal: dict[object, bool] = {}
+        self._least_counts: dict[object, int] = {}
+        self.in_host = max(pool.in_host for pool in find_pools(cluster, devices))
+
+    def answer(self, keep: int) -> Answer:
+        from echelon.planner.search.nearest import nearest_plan
+
+        self.look(beyond_host=False)
+        if self.found:
+            best, rejected = self.settled()
+        if not self.found or best[0].draft.split > self.in_host:  # where one such plan is quicker, others may be too
+            self.look(beyond_host=True)
+            if not self.found:
+                return Answer((), (), self.tailor.made, 0.0, nearest=nearest_plan(self))
+            best, rejected = self.settled()
+        helps = tuple(self.would_help(best[0]))
+        return Answer(tuple(best[:keep]), rejected, self.tailor.made, 0.0, helps, notes=tuple(self.notes(best[0])))
+
+    def settled(self) -> tuple[list[Choice], tuple[Rejected, ...]]:
+        """Of what was found the best, with what lies around the very best; where that is better, it takes its place."""
+        from echelon.planner.search.neighbours import neighbours
+
+        best = self.ranked(self.finalists())
+        rejected = tuple(neighbours(self, best[0]))
+        while quicker := [each for each in rejected if _is_better(each, best[0])]:
+            better = min(quicker, key=lambda each: each.against or 0.0)
+            assert better.prediction is not None
+            outline = _outline(better.draft)
+            best = [Choice(better.draft, better.prediction), *(one for one in best if _outline(one.draft) != outline)]
+            rejected = tuple(neighbours(self, best[0]))
+        return best, rejected
+
+    # ---- looking ----
+
+    def look(self, beyond_host: bool) -> None:
+        """Fill ``found`` with plans that fit, the quickest first, as closed forms have it.
+
+        What is waiting is ordered by the least time it can take. Whatever does not fit leaves others in its place that
+        take longer; so the first that fits is the best, and memory is looked at only where time is worth it.
+        """
+        for group in self.groups(beyond_host):
+            self._wait(group.bound, group)
+        exhaustive = len(self._waiting) * 18 <= EXHAUSTIVE
+        while self._waiting and self.tailor.made < MOST_DRAFTS and self.tailor.checks < MOST_CHECKS:
+            bound, _, item = heapq.heappop(self._waiting)
+            if bound > self._worth():
+                break
+            if isinstance(item, Group):
+                self._open(item, exhaustive)
+            else:
+                self._try(item, exhaustive)
+        self._waiting.clear()
+
+    def _wait(self, seconds: float, item: Group | Attempt) -> None:
+        heapq.heappush(self._waiting, (seconds, next(self._counter), item))
+
+    def _open(self, group: Group, exhaustive: bool) -> None:
+        """All shapes of it; where they are many, those with the usual schedule to begin with."""
+        if not self.may_fit(group.mesh):
+            return
+        shapes = list(self.means.shapes(group.mesh, group.micro_batches))
+        for shape in shapes if exhaustive else self._to_begin_with(shapes):
+            attempt = self.tailor.first(shape)
+            self._wait(attempt.timed.seconds, attempt)
+
+    def _to_begin_with(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Of those with the usual schedule the ones that may fit. In a pipeline, where shard 3 gathers for every
+        micro-batch, it is for what does not fit otherwise."""
+        usual = [shape for shape in shapes if (shape.schedule, shape.chunks) == (shapes[0].schedule, shapes[0].chunks)]
+        last = [shape for shape in usual if shape.shard == 3 and shape.stages > 1]
+        begin = [shape for shape in usual if shape not in last and self._is_small_enough(shape)]
+        return begin or [shape for shape in last if self._is_small_enough(shape)]
+
+    def _is_small_enough(self, shape: Shape) -> bool:
+        """Whether micro-batches are no larger than what may fit. The number of them from which on they do is found by
+        halving."""
+        key = (shape.mesh.key, shape.shard, shape.wire, shape.approximate)
+        if key not in self._least_counts:
+            counts = self.means.micro_batches(shape.mesh, self.batch)
+            at = bisect_left(counts, True, key=lambda count: self.tailor.may_fit(shape.replaced(micro_batches=count)))
+            self._least_counts[key] = counts[at] if at < len(counts) else self.batch + 1
+        return shape.micro_batches >= self._least_counts[key]
+
+    def _try(self, attempt: Attempt, exhaustive: bool) -> None:
+        choice = self.tailor.checked(attempt)
+        if choice is None:
+            for other in self.tailor.instead(attempt):
+                self._wait(other.timed.seconds, other)
+            return
+        self._note(choice)
+        schedules = self.means.schedules(attempt.shape.mesh)
+        if exhaustive or (attempt.shape.schedule, attempt.shape.chunks) != schedules[0]:
+            return
+        for schedule, chunks in schedules[1:]:
+            other = self.tailor.first(attempt.shape.replaced(schedule=schedule, chunks=chunks))
+            self._wait(other.timed.seconds, other)
+
+    def _note(self, choice: Choice) -> None:
+        self.found.append(choice)
+        outline = _outline(choice.draft)
+        self._best[outline] = min(choice.seconds, self._best.get(outline, choice.seconds))
+
+    def _worth(self) -> float:
+        """What is slower than this is not worth a look: so many shapes are better already."""
+        times = sorted(self._best.values())
+        return times[LEAST_SHAPES - 1] if len(times) >= LEAST_SHAPES else float("inf")
+
+    def groups(self, beyond_host: bool) -> Iterator[Group]:
+        for mesh in self.meshes(beyond_host):
+            for count in self.means.micro_batches(mesh, self.batch):
+                yield Group(self._bound(mesh, count), mesh, count)
+
+    def meshes(self, beyond_host: bool, fixed: Mapping[str, int] | None = None) -> Iterator[Mesh]:
+        axes = {axis: self.fixed[axis] for axis in ("replicate", "stage", "split") if axis in self.fixed}
+        units, splits = len(self.profile.names), self.profile.splits
+        bounds = Bounds(units, self.layers, splits, self.batch, beyond_host, axes | dict(fixed or {}), self.devices)
+        return find_meshes(find_pools(self.cluster, self.devices), bounds)
+
+    def _bound(self, mesh: Mesh, micro_batches: int) -> float:
+        """All arithmetic shared out evenly, and of the idle time in a pipeline what the best schedule leaves."""
+        shape = Shape(mesh, micro_batches, amp=self.means.amps[0])
+        kinds = {device.name: self.tailor.least_seconds(shape, device) for device in mesh.stages}
+        replicas = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.replicas)
+        rate = sum(count / kinds[name] for name, count in Counter(mesh.names).items())
+        alone = self.tailor.least_seconds(shape, mesh.replicas[0][1])
+        working = self.batch / replicas / alone / rate
+        return 0.9 * (working + (mesh.stage - 1) * self.tailor.samples(shape) / rate / 4)
+
+    def may_fit(self, mesh: Mesh) -> bool:
+        """Whether the plan on this mesh that takes the least memory fits, as far as can be told at a glance."""
+        if mesh.key not in self._frugal:
+            self._frugal[mesh.key] = any(map(self.tailor.may_fit, self._frugal_shapes(mesh)))
+        return self._frugal[mesh.key]
+
+    def surely_fits(self, mesh: Mesh) -> bool:
+        shapes = self._frugal_shapes(mesh)
+        return self.may_fit(mesh) and any(self.tailor.fitting(shape) for shape in shapes)
+
+    def _frugal_shapes(self, mesh: Mesh) -> Iterator[Shape]:
+        """Small micro-batches, everything shared out."""
+        counts, schedules = self.means.micro_batches(mesh, self.batch), self.means.schedules(mesh)
+        for schedule, chunks in schedules[:1]:
+            plain = Shape(mesh, counts[-1], schedule, chunks, amp=self.means.amps[0])
+            exchanges = sorted(self.means.exchanges(plain), key=lambda exchange: -exchange["shard"])
+            for exchange in exchanges[:2]:
+                yield plain.replaced(**exchange)
+
+    # ---- choosing ----
+
+    def finalists(self) -> list[Choice]:
+        """The best of different shapes, and all that are nearly as quick; with other arithmetic too, each cut as well
+        as can be."""
+        quickest = sorted(self.found, key=lambda choice: choice.seconds)
+        best: dict[object, Choice] = {}
+        for choice in quickest:
+            best.setdefault(_outline(choice.draft), choice)
+        near = [choice for choice in quickest if choice.seconds <= NEAR * quickest[0].seconds]
+        chosen = list({one.draft: one for one in [*list(best.values())[:FINALISTS], *near[:FINALISTS]]}.values())
+        others = [
+            self.tailor.predicted(choice.draft.replaced(amp=amp)) for choice in chosen for amp in self.means.amps[1:]
+        ]
+        chosen += [choice for choice in others if choice.prediction.fits]
+        return sorted((self.polished(choice) for choice in chosen), key=lambda choice: choice.seconds)
+
+    def polished(self, choice: Choice) -> Choice:
+        """With cuts moved by a unit where that helps: what travels between stages, cuts do not know."""
+        if "cuts" in self.fixed or not 1 < choice.draft.stages <= 16:
+            return choice
+        choice = self.timed(choice)
+        for at, cut in enumerate(choice.draft.cuts):
+            for moved in (cut - 1, cut + 1):
+                cuts = (*choice.draft.cuts[:at], moved, *choice.draft.cuts[at + 1 :])
+                if _ascending((0, *cuts, len(self.profile.names))):
+                    other = self.timed(self.tailor.predicted(choice.draft.replaced(cuts=cuts)))
+                    if other.prediction.fits and other.seconds < choice.seconds * (1 - 1e-9):
+                        choice = other
+        return choice
+
+    def timed(self, choice: Choice) -> Choice:
+        """Simulated, where that takes a moment."""
+        return self.exactly(choice) if _actions(choice.draft) <= FEW_ACTIONS else choice
+
+    def ranked(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Simulated, the quickest first; where several are as quick, the simplest of them."""
+        simulated: list[Choice] = []
+        actions = 0
+        for choice in choices:
+            actions += _actions(choice.draft)
+            if actions > MOST_ACTIONS and simulated:
+                break
+            simulated.append(self.exactly(choice))
+        others = choices[len(simulated) :]  # too long to simulate: closed forms stand
+        simulated.sort(key=lambda choice: choice.seconds)
+        as_quick = [choice for choice in simulated if choice.seconds <= simulated[0].seconds * (1 + TIE)]
+        first = min(as_quick, key=lambda choice: (mechanisms(choice.draft), choice.draft.ranks, choice.seconds))
+        rest = sorted((one for one in [*simulated, *others] if one is not first), key=lambda one: one.seconds)
+        distinct: dict[object, Choice] = {}
+        for choice in [first, *rest]:
+            distinct.setdefault(_outline(choice.draft), choice)
+        return list(distinct.values())
+
+    def exactly(self, choice: Choice) -> Choice:
+        if choice.draft.stages == 1 or _actions(choice.draft) > MOST_ACTIONS:
+            return choice
+        return Choice(choice.draft, self.costs.predict(choice.draft, simulate=True))
+
+    def alike(self, best: Choice, other: Choice) -> tuple[Choice, Choice]:
+        """Both simulated, or where that is too much, both by closed forms."""
+        if max(_actions(best.draft), _actions(other.draft)) <= MOST_ACTIONS // 10:
+            return best, self.exactly(other)
+        return self.tailor.predicted(best.draft), other
+
+    def shape_of(self, draft: Draft) -> Shape:
+        """Whose mesh has the devices it was found with."""
+        sizes = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
+        meshes = self.meshes(beyond_host=True, fixed=sizes)
+        mesh = next(mesh for mesh in meshes if mesh.order == draft.order and bool(mesh.parts) == bool(draft.widths))
+        same = ("micro_batches", "schedule", "chunks", "shard", "amp", "wire", "approximate", "compile")
+        return Shape(mesh, **{name: getattr(draft, name) for name in same})
+
+    # ---- where nothing fits ----
+
+    def elsewhere(self, cluster: Cluster) -> Hunt:
+        return Hunt(self.profile, cluster, self.batch, self.allow, self.optimizer, self.system, self.fixed)
+
+    def largest_meshes(self) -> Iterator[Mesh]:
+        """For each number of stages and width of a split, the one with most replicas."""
+        seen: set[tuple[int, int]] = set()
+        for mesh in self.meshes(beyond_host=True):
+            if (mesh.stage, mesh.split) not in seen or len(self.cluster.hosts) > 1:
+                seen.add((mesh.stage, mesh.split))
+                yield mesh
+
+    # ---- what else there is to say ----
+
+    def would_help(self, best: Choice) -> Iterator[Help]:
+        """What the means that were not allowed would bring to the best plan."""
+        for name in APPROXIMATE:
+            draft = None if name in self.allow else self._with(best.draft, name)
+            if draft is None or draft == best.draft:
+                continue
+            choice = self.exactly(self.tailor.predicted(draft))
+            change = choice.seconds / best.seconds - 1
+            if choice.prediction.fits and change < -TIE:
+                yield Help(name, draft, choice.prediction, change)
+
+    def _with(self, draft: Draft, name: str) -> Draft | None:
+        """The plan with this means too, where they go together."""
+        if name == "amp":
+            return None if draft.amp else draft.replaced(amp=amp_of(self.cluster))
+        if draft.replicate == 1 or draft.wire or draft.approximate:
+            return None
+        change = {"fp16_allreduce": {"wire": "fp16"}}.get(name, {"approximate": name})
+        marked = draft.stage > 1 or draft.split > 1 or draft.micro_batches > 1
+        if not combines(marked, 0, change.get("wire"), change.get("approximate"), self.optimizer):
+            return None
+        return draft.replaced(shard=0, **change)
+
+    def notes(self, best: Choice) -> Iterator[str]:
+        there = min(self.cluster.size, self.devices or self.cluster.size)
+        idle = there - best.draft.ranks
+        if idle and best.draft.replicate >= self.batch:
+            yield f"{idle} of {there} devices stay idle: there is no more than a sample for each of the replicas"
+        elif idle:
+            yield f"{idle} of {there} devices stay idle: with them a step would take longer or as long"
+
+    def _amps(self) -> tuple[Any, ...]:
+        """The arithmetic that plans may use, the quickest first."""
+        if "amp" in self.fixed:
+            return (self.fixed["amp"],)
+        if "amp" not in self.allow:
+            return (None,)
+        device = self.cluster.kinds[0]
+        mesh = Mesh(1, 1, 1, (device,), ((1, device),))
+        times = {
+            amp: self.tailor.micro_batch_seconds(Shape(mesh, amp=amp), device)[-1]
+            for amp in (None, amp_of(self.cluster))
+        }
+        first, second = sorted(times, key=lambda amp: times[amp])
+        return (first, second) if times[second] < CLOSE * times[first] else (first,)
+
+
+def _is_better(neighbour: Rejected, best: Choice) -> bool:
+    """Quicker, and where it takes more to do, by more than predictions can be wrong about."""
+    more = mechanisms(neighbour.draft) > mechanisms(best.draft)
+    return neighbour.against is not None and neighbour.against < -(TIE if more else NOTHING)
+
+
+def _outline(draft: Draft) -> tuple[object, ...]:
+    """What makes plans different enough to be shown side by side."""
+    kinds = (bool(draft.shares), bool(draft.widths), draft.order)
+    return (
+        draft.replicate,
+        draft.stage,
+        draft.split,
+        draft.schedule,
+        draft.chunks,
+        draft.wire,
+        draft.approximate,
+        *kinds,
+    )
+
+
+def _actions(draft: Draft) -> int:
+    """Of the schedule, as far as it is simulated: some rounds, then it repeats itself; with and without transfers, for
+    replicas of each size."""
+    if draft.stages == 1:
+        return 0
+    short = min(draft.micro_batches, 8 * draft.stage)
+    sizes = len(set(draft.shares)) or 1
+    return 2 * short * draft.stages * (3 if draft.schedule == "zero-bubble" else 2) * sizes
+
+
+def _ascending(bounds: Sequence[int]) -> bool:
+    return all(first < second for first, second in itertools.pairwise(bounds))
