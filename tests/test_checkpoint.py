@@ -339,6 +339,7 @@ def test_keeping_none_is_refused(tmp_path):
 def disagree(directory, how):
     kept = writer(directory, timeout=1.0 if how == "silent" else 60.0)
     rank = echelon.rank()
+    echelon.barrier()  # all connections stand before one leaves
     if how == "step":
         kept.save(rank, {"x": torch.zeros(1)}, {})
     elif how == "shape":
