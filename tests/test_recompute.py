@@ -231,7 +231,8 @@ def test_ranks_cut_alike_whatever_they_see() -> None:
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[Callable[[], int]]:
     """What autograd really keeps, counted here without the code under test: storages by address, all held."""
-    persistent = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    storages = [t.untyped_storage() for t in [*model.parameters(), *model.buffers()]]
+    persistent = {each.data_ptr(): each for each in storages}  # held: a buffer may be replaced, and its place be reused
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
