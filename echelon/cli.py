@@ -99,6 +99,51 @@ def run(
     raise typer.Exit(launch(job))
 
 
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def train(
+    words: Annotated[list[str] | None, typer.Argument(metavar="--NAME VALUE ...")] = None,
+) -> None:
+    """Train a model of the zoo: echelon train --model_name lenet --dataset_name digits --procs 2."""
+    from echelon.zoo.train.command import train_words
+
+    raise typer.Exit(train_words(words or []))
+
+
+zoo = typer.Typer(help="The models and data sets that 'echelon train' knows.", no_args_is_help=True)
+app.add_typer(zoo, name="zoo")
+
+
+@zoo.command("list")
+def zoo_list(*, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """All models and data sets, in a line each."""
+    from echelon.zoo.show import listed
+
+    print(listed(as_json))
+
+
+@zoo.command("show")
+def zoo_show(
+    name: Annotated[str, typer.Argument(help="A model or a data set.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """One model: parameters, arithmetic, memory, recommended strategy, its own settings. Or one data set."""
+    from echelon.zoo.show import shown
+
+    print(shown(name, as_json))
+
+
+@zoo.command("copy")
+def zoo_copy(
+    name: Annotated[str, typer.Argument(help="A model.")],
+    out: Annotated[str | None, typer.Argument(help="The script to write.", show_default="NAME.py")] = None,
+) -> None:
+    """Write a model and its training loop into a script of your own, to be changed at will."""
+    from echelon.zoo.copy import copy_model
+
+    print(f"echelon: {copy_model(name, out)}")
+
+
 @app.command()
 def serve(
     *,
@@ -247,6 +292,25 @@ def bench(
     from echelon.planner.machines.bench_command import bench as measure
 
     measure(out, procs, quick)
+
+
+@app.command(name="fetch-data")
+def fetch_data(
+    spec: Annotated[str, typer.Argument(help="A .yaml or .json file that names the files, or its URL.")],
+    *,
+    out: Annotated[str, typer.Option(help="The folder to fetch into.")] = "data",
+    worker: Annotated[int, typer.Option(help="With --workers: which of them this is, from 0 on.")] = 0,
+    workers: Annotated[int, typer.Option(help="Fetch every N-th file only, from --worker on.")] = 1,
+    parallel: Annotated[int | None, typer.Option(help="Files at once.", show_default="the spec's, or 8")] = None,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with a token for the server, where it asks for one.")
+    ] = None,
+) -> None:
+    """Fetch the files that a spec names, whole and verified; what is there already is left alone."""
+    from echelon.data import Downloader
+
+    given = Downloader(spec, out, worker=worker, workers=workers, parallel=parallel, token_env=token_env)
+    print(f"echelon: {len(given.fetch())} files in {out}, as {spec.split('?')[0]} has them")
 
 
 def main() -> None:

@@ -35,11 +35,11 @@ def strategy_from(words: Sequence[str]) -> Strategy:
     for word in words:
         if word not in paths:
             name, _, text = word.partition("=")
-            _put(values, name.split("."), files.parse_value(text, word))
+            put(values, name.split("."), files.parse_value(text, word))
     return files.named(paths[0] if paths else None, lambda: Strategy.from_dict(values))
 
 
-def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+def put(values: dict[str, Any], path: list[str], value: Any) -> None:
     first, *rest = path
     if not rest:
         values[first] = value
@@ -48,7 +48,7 @@ def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
     if isinstance(inner, str | int) and not isinstance(inner, bool) and first in SHORTHAND:  # amp=fp16 amp.growth=4
         inner = {SHORTHAND[first]: inner}
     values[first] = inner if isinstance(inner, dict) else {}
-    _put(values[first], rest, value)
+    put(values[first], rest, value)
 
 
 def model_from(place: str) -> nn.Module:

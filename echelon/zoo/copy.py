@@ -1,0 +1,154 @@
+"""``echelon zoo copy NAME``: a model and its training loop as a script that stands alone, to be changed at will."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from torch import nn
+
+from echelon.errors import UsageError
+from echelon.zoo.entry import Model, Request
+from echelon.zoo.train.resolve import Resolved, resolve
+from echelon.zoo.train.words import Words
+
+_HERE = Path(__file__).parent
+_BLOCKS = "echelon.zoo.models."  #: modules whose code is copied; what comes from others is imported
+
+
+def copy_model(name: str, out: str | None) -> str:
+    """Write the script; returns what is to be said."""
+    path = Path(out or f"{name.replace(':', '_').replace('/', '_')}.py")
+    if path.exists():
+        raise UsageError(f"'{path}' is there already; remove it, or name another file: echelon zoo copy {name} FILE")
+    path.write_text(script(name), encoding="utf-8")
+    return f"{path} trains {name} as it is; try: echelon run --procs 2 {path}"
+
+
+def script(name: str) -> str:
+    """The text of it."""
+    if ":" in name:
+        raise UsageError(f"'{name}' is another library's model, whose code is not ours to copy; its own pages show it")
+    resolved = resolve(Words(run={"model_name": name}))
+    resolved = resolved.told(resolved.dataset.open(resolved.request))
+    kind, call = _construction(resolved.model, resolved.request)
+    code = Code.of(kind)
+    template = jinja2.Template((_HERE / "copy.py.j2").read_text(encoding="utf-8"), keep_trailing_newline=True)
+    text: str = template.render(
+        name=name,
+        about=resolved.model.about,
+        imports="\n".join(sorted(code.imports)),
+        definitions="\n\n\n".join(code.definitions),
+        values=_values(resolved),
+        task=resolved.request.task,
+        call=call,
+    )
+    return text
+
+
+def _values(resolved: Resolved) -> str:
+    """What the parts of the zoo that stay imported read."""
+    return "\n".join(f"    {name!r}: {value.value!r}," for name, value in resolved.values.items())
+
+
+def _construction(entry: Model, request: Request) -> tuple[type[nn.Module], str]:
+    """The model's class, and the call that makes it, as it is written: found by watching it being made."""
+    with torch.device("meta"):
+        kind = type(entry.build(request))
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        original: Any = kind.__init__
+
+        def noted(self: nn.Module, *args: Any, **named: Any) -> None:
+            calls.append((args, named))
+            original(self, *args, **named)
+
+        kind.__init__ = noted  # type: ignore[method-assign]
+        try:
+            entry.build(request)
+        finally:
+            kind.__init__ = original  # type: ignore[method-assign]
+    args, named = calls[0]
+    given = inspect.signature(original).bind(None, *args, **named).arguments
+    written = ", ".join(f"{name}={value!r}" for name, value in list(given.items())[1:])
+    return kind, f"{kind.__name__}({written})"
+
+
+@dataclass
+class Code:
+    """What a class needs: definitions in the order they are written in, and imports."""
+
+    definitions: list[str]
+    imports: set[str]
+
+    @classmethod
+    def of(cls, kind: type[nn.Module]) -> Code:
+        found = cls([], set())
+        found._take(kind.__module__, {kind.__name__})
+        return found
+
+    def _take(self, module: str, wanted: set[str]) -> None:
+        """The definitions of ``wanted`` names and of all they use; those of other model files come first."""
+        source = inspect.getsource(sys.modules.get(module) or import_module(module))
+        tree = ast.parse(source)
+        defined = {name: node for node in tree.body for name in _defines(node)}
+        imported = dict(pair for node in tree.body for pair in _brings(node))
+        reached = _closure(wanted, defined)
+        for name in sorted({used for each in reached for used in _names(defined[each])} & imported.keys()):
+            self._import(name, imported[name])
+        for node in dict.fromkeys(node for name, node in defined.items() if name in reached):
+            text = _text(source, node)
+            if text not in self.definitions:
+                self.definitions.append(text)
+
+    def _import(self, name: str, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(_BLOCKS):
+            self._take(str(node.module), {name})
+            return
+        alias = next(alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) == name)
+        shown = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+        self.imports.add(
+            f"from {node.module} import {shown}" if isinstance(node, ast.ImportFrom) else f"import {shown}"
+        )
+
+
+def _closure(wanted: set[str], defined: dict[str, ast.stmt]) -> set[str]:
+    reached: set[str] = set()
+    waiting = [name for name in wanted if name in defined]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += [used for used in _names(defined[name]) if used in defined]
+    return reached
+
+
+def _defines(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Assign):
+        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+def _brings(node: ast.stmt) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
+    if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
+        yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _text(source: str, node: ast.stmt) -> str:
+    """As it is written, decorators included."""
+    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+    return "\n".join(source.splitlines()[first - 1 : node.end_lineno])

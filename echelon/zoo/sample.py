@@ -1,0 +1,43 @@
+"""A model of the zoo with a batch it can learn from, ready to look at: for ``zoo show``, for plans, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data import Loader
+from echelon.zoo.tasks import loss_of
+from echelon.zoo.train.resolve import Resolved, resolve
+from echelon.zoo.train.words import Words
+
+
+@dataclass(frozen=True)
+class Sample:
+    """``loss(model(*batch[:-1]), batch[-1])`` is a number to learn from."""
+
+    model: nn.Module
+    batch: tuple[Any, ...]
+    loss: Callable[[Any, Any], Tensor]
+    resolved: Resolved
+
+
+def sample(name: str, values: Mapping[str, Any] | None = None, *, batch: int = 2, device: str | None = None) -> Sample:
+    """The model with its defaults and ``values`` on top, and a batch of made-up data (or of ``dataset_name``).
+
+    device: "meta" builds it without memory, to look at sizes only
+    """
+    given = {"model_name": name, "num_sample_per_epoch": max(batch, 8), **(values or {})}
+    resolved = resolve(Words(run={key: value if value is True else str(value) for key, value in given.items()}))
+    data = resolved.dataset.open(resolved.request)
+    resolved = resolved.told(data)
+    with torch.device(device) if device else contextlib.nullcontext():
+        model = resolved.model.build(resolved.request)
+    *inputs, target = next(iter(Loader(data.train, batch_size=batch, shuffle=False, **data.loader)))
+    arrived = data.arrive(tuple(inputs)) if data.arrive else tuple(inputs)
+    loss = loss_of(resolved.request.task, resolved["loss_name"])
+    return Sample(model, (*arrived, target), loss, resolved)

@@ -1,0 +1,1 @@
+"""``echelon train``: from parameters to a run."""

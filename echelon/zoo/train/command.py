@@ -1,0 +1,51 @@
+"""``echelon train``: check the words here, where a mistake costs nothing, then launch the processes that run them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+
+from echelon.strategy import Strategy
+from echelon.zoo.entry import Setting
+from echelon.zoo.train.launcher import launch_module, launcher_options
+from echelon.zoo.train.parameters import PARAMETERS
+from echelon.zoo.train.resolve import resolve
+from echelon.zoo.train.words import STRATEGY_OPTIONS, sort_words
+
+MODULE = "echelon.zoo.train.run"
+
+
+def train_words(words: Sequence[str]) -> int:
+    """The exit code of the run."""
+    if not words or "--help" in words:
+        print(help_text())
+        return 0
+    sorted_words = sort_words(words, launcher_options())
+    resolved = resolve(sorted_words)
+    Strategy.from_dict(resolved.strategy)  # a strategy that does not fit together is refused here, and not by each rank
+    return launch_module(MODULE, sorted_words.again(), resolved.launch)
+
+
+def help_text() -> str:
+    lines = [
+        "usage: echelon train --model_name NAME [--dataset_name NAME] [--name value ...]",
+        "",
+        "Train a model of the zoo. Parameters come from flags, from a file (--config run.yaml), or both; a model and a",
+        "data set may have more of their own: 'echelon zoo show NAME'.",
+    ]
+    for group, members in groupby(PARAMETERS, key=lambda parameter: parameter.group):
+        lines += ["", f"{group}:", *(line for setting in members for line in setting_lines(setting))]
+    lines += ["", "strategy (docs/strategies.md):"]
+    lines += _wrapped(" ".join(f"--{name}" for name in STRATEGY_OPTIONS))
+    lines += ["", "launching, as for 'echelon run':"]
+    return "\n".join([*lines, *_wrapped(" ".join(f"--{name.replace('_', '-')}" for name in launcher_options()))])
+
+
+def setting_lines(setting: Setting) -> list[str]:
+    default = "" if setting.default is None else f" [{str(setting.default).lower()}]"
+    return _wrapped(f"--{setting.name}{default}  {setting.meaning}")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ")

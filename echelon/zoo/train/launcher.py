@@ -1,0 +1,34 @@
+"""The launcher's options, as ``echelon run`` has them: known in one place, and shared by ``echelon train``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+
+@functools.cache
+def run_command() -> Any:
+    """The ``echelon run`` command itself."""
+    from echelon.cli import app
+
+    return typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+
+
+@functools.cache
+def launcher_options() -> dict[str, bool]:
+    """Names of its options, with _ for -, and whether each takes a value; ``-m`` is the train command's own affair."""
+    options = [param for param in run_command().params if param.opts[0].startswith("--")]
+    return {param.opts[0][2:].replace("-", "_"): not param.is_flag for param in options if param.name != "help"}
+
+
+def launch_module(module: str, args: list[str], options: Mapping[str, str | bool]) -> int:
+    """As ``echelon run [options] -m module args``."""
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
+    try:
+        run_command().main(args=[*words, "-m", module, *args], prog_name="echelon train", standalone_mode=False)
+    except typer.Exit as end:
+        return int(end.exit_code)
+    return 0

@@ -1,0 +1,245 @@
+"""From words and a file to a run: every parameter with its value and where it came from, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import UsageError, nearest
+from echelon.strategy import files
+from echelon.strategy.command import put
+from echelon.strict import describe, fits
+from echelon.zoo import registry
+from echelon.zoo.entry import Data, Dataset, Model, Request, Setting
+from echelon.zoo.train.parameters import PARAMETERS
+from echelon.zoo.train.words import STRATEGY_OPTIONS, Words
+
+DEFAULT, FLAG = "default", "flag"
+
+
+@dataclass(frozen=True)
+class Value:
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run in all its parameters. ``strategy`` is what was asked of it, as a dict of plain values."""
+
+    model: Model
+    dataset: Dataset
+    values: Mapping[str, Value]
+    strategy: Mapping[str, Any]
+    launch: Mapping[str, str | bool] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name].value
+
+    def is_asked(self, name: str) -> bool:
+        """Whether the user has said it, by flag or file."""
+        return self.values[name].origin not in (DEFAULT, "model", "data set")
+
+    @property
+    def task(self) -> str:
+        """The first thing the model can learn that the data set can feed; or what was asked for."""
+        able = self.model.tasks.get(self["task_type"], ())
+        both = [task for task in able if task in self.dataset.tasks]
+        asked = self["task"]
+        if asked is not None and asked not in both:
+            raise UsageError(f"--task {asked}: {self._pair} can learn {_listed(both)}")
+        if not both:
+            fed = _listed(self.dataset.tasks)
+            raise UsageError(
+                f"{self.model.name} ({self['task_type']}) learns {_listed(able)}; data set '{self.dataset.name}' is "
+                f"for {fed}; choose another data set (see 'echelon zoo list')"
+            )
+        return str(asked or both[0])
+
+    @property
+    def request(self) -> Request:
+        return Request({name: value.value for name, value in self.values.items()}, self.task)
+
+    @property
+    def _pair(self) -> str:
+        return f"{self.model.name} on '{self.dataset.name}'"
+
+    def told(self, data: Data) -> Resolved:
+        """With what the data set says of itself. It never overrules the user: what differs is an error."""
+        values = dict(self.values)
+        for name, fact in data.facts.items():
+            if name in values and self.is_asked(name) and values[name].value != fact:
+                value = values[name]
+                raise UsageError(
+                    f"{name} is {value.value} ({value.origin}), but data set '{self.dataset.name}' has {fact}; "
+                    f"leave {name} out, or choose the data that goes with it"
+                )
+            if name in values:
+                values[name] = Value(fact, "data set")
+        return replace(self, values=values)
+
+
+def resolve(words: Words) -> Resolved:
+    """What the words and the file they name ask for, over the defaults of data set and model, over the common ones."""
+    flags = dict(words.run)
+    path = flags.pop("config", None)
+    from_file = _read(path) if isinstance(path, str) else {}
+    strategy, launch, written = _sorted_file(from_file, words)
+    model, dataset = _chosen(flags, written)
+    settings = _settings(model, dataset)
+    values = {name: Value(setting.default, DEFAULT) for name, setting in settings.items()}
+    values |= {name: Value(value, "model") for name, value in model.defaults.items()}
+    values |= {name: Value(value, "data set") for name, value in dataset.defaults.items()}
+    for given, origin in ((written, str(path)), (flags, FLAG)):
+        for name, text in given.items():
+            values[name] = Value(_typed(settings, name, text, model, dataset), origin)
+    resolved = Resolved(model, dataset, values, strategy, launch)
+    _check(resolved)
+    return resolved
+
+
+def with_sizes(resolved: Resolved, sizes: Mapping[str, Any], origin: str) -> Resolved:
+    """Settings of the model that a file beside the weights states. The user may not contradict it unknowingly."""
+    values = dict(resolved.values)
+    for name, size in sizes.items():
+        if name not in values:
+            continue
+        if resolved.is_asked(name) and values[name].value != size:
+            raise UsageError(
+                f"{name} is {values[name].value} ({values[name].origin}), but {origin} says {size}; leave one out"
+            )
+        values[name] = Value(size, origin)
+    return replace(resolved, values=values)
+
+
+def _read(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise UsageError(f"--config: no file at '{path}'")
+    return files.read(path)
+
+
+def _sorted_file(
+    given: Mapping[str, Any], words: Words
+) -> tuple[dict[str, Any], dict[str, str | bool], dict[str, Any]]:
+    """Strategy, launcher's options and the rest: of the file, with the words on top."""
+    from echelon.zoo.train.launcher import launcher_options
+
+    own = {name.replace("-", "_"): value for name, value in given.items()}
+    strategy = {name: own.pop(name) for name in list(own) if name in STRATEGY_OPTIONS}
+    launch = {name: own.pop(name) for name in list(own) if name in launcher_options()}
+    stated = words.run.get("strategy", own.pop("strategy", None))
+    if isinstance(stated, Mapping):
+        strategy = {**stated, **strategy}
+    elif stated is not None:
+        strategy = {**files.read(str(stated)), **strategy}
+    for name, value in words.strategy.items():
+        put(strategy, name.split("."), True if value is True else files.parse_value(str(value), f"--{name}"))
+    texts = {name: value if isinstance(value, bool) else str(value) for name, value in launch.items()}
+    return strategy, {**texts, **words.launch}, own
+
+
+def _chosen(flags: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Model, Dataset]:
+    """Which model and which data set: they decide which other parameters there are."""
+
+    def asked(name: str) -> Any:
+        return flags.get(name, written.get(name))
+
+    runner = asked("runner_name")
+    if runner is not None and runner not in registry.RUNNERS:
+        raise UsageError(f"there is no runner '{runner}'{nearest(str(runner), registry.RUNNERS)}")
+    default = registry.RUNNERS[runner] if runner else _common()["model_name"].default
+    model = registry.model(str(asked("model_name") or default))
+    if runner is not None and model.runner != runner:
+        raise UsageError(
+            f"--runner_name {runner} has no model '{model.name}', which is of runner '{model.runner}'; "
+            "leave --runner_name out, the model's name is enough"
+        )
+    return model, registry.dataset(str(asked("dataset_name") or _common()["dataset_name"].default))
+
+
+def _common() -> dict[str, Setting]:
+    return {parameter.name: parameter for parameter in PARAMETERS}
+
+
+def _settings(model: Model, dataset: Dataset) -> dict[str, Setting]:
+    """All parameters of a run; where model and data set have one of the same name, the model's default holds."""
+    return {**_common(), **{own.name: own for own in (*dataset.settings, *model.settings)}}
+
+
+def _typed(settings: Mapping[str, Setting], name: str, given: Any, model: Model, dataset: Dataset) -> Any:
+    if name not in settings:
+        raise UsageError(
+            f"there is no parameter '{name}' for {model.name} on '{dataset.name}'{nearest(name, settings)}"
+        )
+    kind = settings[name].type
+    tried = [given] if not isinstance(given, str) else [_parsed(given, name), given]
+    for value in tried:
+        if fits(value, kind):
+            return float(value) if kind is float else value
+    if fits(str(given), kind):  # loss_scale: 128 in a file
+        return str(given)
+    raise UsageError(f"--{name} {given}: expected {describe(kind)}")
+
+
+def _parsed(text: str, name: str) -> Any:
+    """A number, a switch or nothing where it reads so; YAML takes 1e-3 for text."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    try:
+        return float(text) if "e" in text.lower() and text[:1].isdigit() else files.parse_value(text, f"--{name}")
+    except (ValueError, UsageError):
+        return text
+
+
+def _check(resolved: Resolved) -> None:
+    """What no data and no device is needed to see."""
+    _ = resolved.task
+    for name, least in _LEAST.items():
+        value = resolved[name]
+        if value is not None and value < least:
+            raise UsageError(f"--{name} {value}: must be {least} or more")
+    if resolved["task_type"] == "finetune" and not (resolved["model_dir"] and resolved["ckpt_file_name"]):
+        raise UsageError(
+            "--task_type finetune begins with trained weights: give --model_dir and --ckpt_file_name, or pretrain"
+        )
+    scale = resolved["loss_scale"]
+    if scale != "dynamic":
+        try:
+            assert float(scale) > 0
+        except (ValueError, AssertionError):
+            raise UsageError(f"--loss_scale {scale}: expected a number above 0, or dynamic") from None
+
+
+_LEAST: dict[str, float] = {
+    "average": 1,
+    "stages": 1,
+    "micro_batches": 1,
+    "batch_size": 1,
+    "num_classes": 1,
+    "num_epochs": 1,
+    "num_sample_per_epoch": 1,
+    "shuffle_buffer_size": 1,
+    "num_parallel_batches": 1,
+    "prefetch_buffer_size": 1,
+    "num_preprocessing_threads": 0,
+    "stop_at_step": 0,
+    "log_loss_every_n_iters": 0,
+    "profile_every_n_iters": 0,
+    "profile_at_task": 0,
+    "save_checkpoints_steps": 0,
+    "keep_checkpoint_max": 1,
+    "eval_every_n_iters": 0,
+    "early_stop_patience": 1,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "learning_rate": 0,
+    "end_learning_rate": 0,
+    "num_epochs_per_decay": 0,
+    "max_gradient_norm": 0,
+}
+
+
+def _listed(names: Any) -> str:
+    return " or ".join(f"'{name}'" for name in names) or "nothing"

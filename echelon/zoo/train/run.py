@@ -1,0 +1,233 @@
+"""One rank's part of ``echelon train``: build what was resolved, train it, judge it, say how it went.
+
+    python -m echelon.zoo.train.run --model_name lenet --dataset_name digits
+
+is the command without its launcher: one process, or a rank of torchrun's, srun's or mpirun's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.data import Loader
+from echelon.zoo.entry import Data, Request
+from echelon.zoo.tasks import TASKS, loss_of
+from echelon.zoo.train.hooks import Hooks
+from echelon.zoo.train.input import Waiting, loader_options, train_part
+from echelon.zoo.train.marking import mark
+from echelon.zoo.train.optimizers import make_optimizer
+from echelon.zoo.train.rates import make_schedule, stretch
+from echelon.zoo.train.report import final_line, resolved_lines
+from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
+from echelon.zoo.train.restore import read_weights, restore, sizes
+from echelon.zoo.train.statistics import show, statistics
+from echelon.zoo.train.stopwatch import Stopwatch
+from echelon.zoo.train.strategies import make_strategy
+from echelon.zoo.train.words import sort_words
+
+
+class Run:
+    """A training run; what hooks are given."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.results: dict[str, Any] = {}  #: what the last line says, beside the usual
+        self._reason: str | None = None
+        self.directory = _directory(resolved)
+        self._forget_earlier(resolved["fresh"])
+        self._resolve(resolved)
+        self._hooks = Hooks(self.request)
+        self._build()
+        self.loader = self._load()
+        self._stopwatch = Stopwatch(self.engine.world.device, self.total_steps)
+        self._loss: Tensor | None = None
+
+    # ---- what hooks use ----
+
+    @property
+    def steps(self) -> int:
+        return self.engine.steps
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps in all, where that is known: of all epochs, or until it stops."""
+        limit: int | None = self.request["stop_at_step"] or None
+        whole = self.loader.total_steps
+        return min(limit, whole) if limit and whole else limit or whole
+
+    def say(self, line: str) -> None:
+        self.engine.say(line)
+
+    def stop(self, reason: str) -> None:
+        """End after this step. All ranks must call it at the same step."""
+        self._reason = reason
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics over the test part; empty where there is none."""
+        if self.data.test is None:
+            return {}
+        with self._stopwatch.paused():
+            return self.engine.evaluate(
+                self.data.test, batch_size=self.request["batch_size"], metrics=TASKS[self.request.task].metrics
+            )
+
+    # ---- the run ----
+
+    def train(self) -> None:
+        """Steps until a hook stops the run or its epochs are over."""
+        self._hooks.begin(self)
+        epochs = self.loader.epochs(self.request["num_epochs"])
+        while self._reason is None and next(epochs, None) is not None:
+            self._train_epoch()
+        self.say(self._reason or f"all {self.request['num_epochs']} epochs are done")
+        speed = self._stopwatch.examples_per_s()
+        self._hooks.end(self)
+        self._conclude(speed)
+
+    def _train_epoch(self) -> None:
+        for batch in self._waiting.around(self.loader):
+            self._loss = self.engine.step(*batch)
+            self._stopwatch.step(self.loader.global_batch)
+            self._hooks.after_step(self, self._loss)
+            if self._reason is not None:
+                return
+
+    def _conclude(self, speed: float | None) -> None:
+        """Judge, save and say it; the last line is for scripts."""
+        trained = None if self._loss is None else float(self._loss)
+        judged = self.evaluate()
+        saved = self.engine.save(wait=True)
+        if speed is not None:
+            self.say(self._waiting.line(speed, TASKS[self.request.task].unit))
+        self.engine.close()
+        if echelon.is_first_worker():
+            sys.stderr.flush()
+            print(final_line(self._summary(trained, judged, speed, saved)), flush=True)
+
+    def _summary(
+        self, trained: float | None, judged: Mapping[str, float], speed: float | None, saved: Path
+    ) -> dict[str, Any]:
+        return {
+            "model": self.resolved.model.name,
+            "dataset": self.resolved.dataset.name,
+            "final_loss": trained,
+            **{("test_loss" if name == "loss" else name): value for name, value in judged.items()},
+            "examples_per_s": speed,
+            "steps": self.steps,
+            "checkpoint": str(saved),
+            "metrics": str(self.directory / "metrics.jsonl"),
+            **self.results,
+        }
+
+    # ---- building ----
+
+    def _forget_earlier(self, wanted: bool) -> None:
+        if wanted and echelon.is_first_worker():
+            for name in ("checkpoints", "tensorboard", "timeline"):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+            (self.directory / "metrics.jsonl").unlink(missing_ok=True)
+        echelon.barrier()
+
+    def _resolve(self, resolved: Resolved) -> None:
+        """The data set is opened before the model is built, since it knows how many classes and words there are."""
+        resolved = with_sizes(resolved, sizes(resolved.request), str(resolved["model_config_file_name"]))
+        self.data: Data = resolved.dataset.open(resolved.request)
+        self.resolved = resolved.told(self.data)
+        self.request: Request = self.resolved.request
+
+    def _build(self) -> None:
+        request, device = self.request, echelon.device()
+        model = self.resolved.model.build(request)
+        news = self._restored(model)
+        mark(model, self.resolved.model, request)
+        if self.data.arrive is not None:
+            model.register_forward_pre_hook(_arriving(self.data.arrive))
+        if device.type == "cuda" and request.task == "classify_images":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(device)
+        if request["compile"]:
+            model.compile()
+        strategy, notices = make_strategy(self.resolved, device)
+        optimizer = make_optimizer(model, request)
+        self._schedule = make_schedule(optimizer, request)
+        self.model = model
+        self._announce()
+        self.engine = echelon.distribute(
+            model,
+            loss=loss_of(request.task, request["loss_name"]),
+            optimizer=optimizer,
+            scheduler=self._schedule,
+            strategy=strategy,
+            cluster=echelon.cluster(average=request["average"]) if self.resolved.is_asked("average") else None,
+            checkpoint=self._checkpoint(),
+            log=self._log(),
+        )
+        for line in (*news, *notices):
+            self.say(line)
+
+    def _restored(self, model: nn.Module) -> list[str]:
+        if self.request["task_type"] != "finetune":
+            return []
+        return restore(model, read_weights(self.request)).lines()
+
+    def _announce(self) -> None:
+        """Said before the engine is made: it goes on from a checkpoint, and says so after this."""
+        if not echelon.is_first_worker():
+            return
+        for line in (*resolved_lines(self.resolved), f"  data: {self.data.about}"):
+            print(f"echelon: {line}", flush=True)
+        if self.request["print_model_statistics"]:
+            sample = torch.utils.data.default_collate([self.data.train[0], self.data.train[0]])
+            print(show(statistics(self.model, sample)), flush=True)
+
+    def _checkpoint(self) -> echelon.Checkpoint:
+        return self._hooks.checkpoint(
+            dir=str(self.directory / "checkpoints"), keep=self.request["keep_checkpoint_max"]
+        )
+
+    def _log(self) -> echelon.Log:
+        return self._hooks.log(
+            dir=str(self.directory),
+            tensorboard=self.request["tensorboard"],
+            placement=self.request["log_device_placement"],
+        )
+
+    def _load(self) -> Loader:
+        request, place = self.request, self.engine.world.place
+        options = loader_options(request, self.data, place.local_world_size)
+        loader = self.engine.loader(train_part(request, self.data), batch_size=request["batch_size"], **options)
+        self._waiting = Waiting()
+        loader.epochs(request["num_epochs"])
+        whole = loader.total_steps
+        limit: int | None = request["stop_at_step"] or None
+        total = min(limit, whole) if limit and whole else limit or whole
+        stretch(self._schedule, request, total, whole and whole // request["num_epochs"])
+        return loader
+
+
+def _arriving(arrive: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[nn.Module, Any], Any]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return arrive(inputs)
+
+    return hook
+
+
+def _directory(resolved: Resolved) -> Path:
+    return Path(resolved["output_dir"] or f"runs/{resolved.model.name.replace(':', '-')}-{resolved.dataset.name}")
+
+
+def main() -> None:
+    resolved = resolve(sort_words(sys.argv[1:], {}))
+    echelon.init(seed=resolved["seed"])
+    Run(resolved).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The strategy of a run: what was asked of it, and what common parameters ask by other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.errors import UsageError
+from echelon.strategy import Strategy
+from echelon.zoo.train.resolve import Resolved
+
+
+def make_strategy(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
+    """The strategy, and what is to be said about it."""
+    values, notices = dict(resolved.strategy), list[str]()
+    if resolved["max_gradient_norm"] is not None:
+        if "clip" in values:
+            raise UsageError("--max_gradient_norm and --clip are one thing; give one of them")
+        values["clip"] = resolved["max_gradient_norm"]
+    if values.get("recompute") is True and resolved.model.recompute:
+        values["recompute"] = {"checkpoints": list(resolved.model.recompute)}
+    asked = Strategy.from_dict(values)
+    if not resolved["use_fp16"] or "amp" in values:
+        return asked, notices
+    if device.type != "cuda":
+        notices.append("use_fp16 is for GPUs and is left out on this CPU; --amp bf16 asks for 16 bits here too")
+        return asked, notices
+    if asked.auto is not None:
+        values["auto"] = _allowing_amp(values["auto"])
+        return Strategy.from_dict(values), notices
+    try:
+        return Strategy.from_dict({**values, "amp": _sixteen_bits(resolved["loss_scale"])}), notices
+    except UsageError as error:
+        notices.append(f"use_fp16 is left out: {error}")
+        return asked, notices
+
+
+def _sixteen_bits(loss_scale: str) -> Any:
+    """bf16, which needs no loss scale; fp16 on GPUs without it."""
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    if loss_scale == "dynamic":
+        return "fp16"
+    return {"dtype": "fp16", "loss_scale": float(loss_scale)}
+
+
+def _allowing_amp(auto: Any) -> dict[str, Any]:
+    settings = dict(auto) if isinstance(auto, Mapping) else {"measure": auto == "measure"}
+    allowed = settings.get("allow", [])
+    return {**settings, "allow": [*allowed, *([] if "amp" in allowed else ["amp"])]}
