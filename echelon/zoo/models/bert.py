@@ -1,0 +1,262 @@
+"""BERT (Devlin et al. 2018), and the smaller ones of Turc et al. 2019.
+
+Pretraining guesses masked words and whether the second sentence follows the first; finetuning classifies texts, or
+finds the answer to a question in one. Masked words are looked up first, so the vocabulary's matrix is used for them
+only, and all shapes are fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.marks import Split
+from echelon.zoo import registry
+from echelon.zoo.entry import Model, Request, Setting
+from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, require_room
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocabulary: int
+    positions: int
+    segments: int
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    dropout: float
+    attention_dropout: float
+    norm_eps: float
+    masked: bool
+
+
+class Embeddings(nn.Module):
+    """Words, segments and learned positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.words = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.positions = nn.Embedding(sizes.positions, sizes.hidden)
+        self.segments = nn.Embedding(sizes.segments, sizes.hidden)
+        self.norm = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
+        self.drop = nn.Dropout(sizes.dropout)
+
+    def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
+        places = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        out: Tensor = self.drop(self.norm(self.words(tokens) + self.segments(segments) + places))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each with a shortcut and a norm after it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention = SelfAttention(sizes.hidden, sizes.heads, sizes.attention_dropout)
+        self.norm1 = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
+        self.mlp = nn.Sequential(nn.Linear(sizes.hidden, sizes.inner), nn.GELU(), nn.Linear(sizes.inner, sizes.hidden))
+        self.norm2 = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
+        self.drop = nn.Dropout(sizes.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.norm1(x + self.drop(self.attention(x, mask)))
+        out: Tensor = self.norm2(x + self.drop(self.mlp(x)))
+        return out
+
+
+class Encoder(nn.Module):
+    """What all of BERT's tasks share: [n, s] tokens, segments and mask to [n, s, hidden]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.masked = sizes.masked
+        self.embeddings = Embeddings(sizes)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+
+    def encode(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
+        seen = mask.bool()[:, None, None, :] if self.masked else None
+        x: Tensor = self.embeddings(tokens, segments)
+        for layer in self.layers:
+            x = layer(x, seen)
+        return x
+
+
+class WordGuess(nn.Module):
+    """From features to the vocabulary; the last matrix is that of the embedding."""
+
+    def __init__(self, sizes: Sizes, words: nn.Embedding) -> None:
+        super().__init__()
+        self.transform = nn.Linear(sizes.hidden, sizes.hidden)
+        self.norm = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
+        self.words = nn.Linear(sizes.hidden, sizes.vocabulary)
+        self.words.weight = words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.words(self.norm(F.gelu(self.transform(x))))
+        return out
+
+
+class BertPretraining(Encoder):
+    """Logits of the words at ``positions`` [n, p, vocabulary], and of whether the second sentence follows [n, 2]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.pooler = nn.Linear(sizes.hidden, sizes.hidden)
+        self.guess = WordGuess(sizes, self.embeddings.words)
+        self.next_sentence = nn.Linear(sizes.hidden, 2)
+        draw_weights(self)
+
+    def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.encode(tokens, segments, mask)
+        asked = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
+        follows: Tensor = self.next_sentence(torch.tanh(self.pooler(x[:, 0])))
+        return self.guess(asked), follows
+
+
+class BertClassifier(Encoder):
+    """Logits of a text's class, from its first token."""
+
+    def __init__(self, sizes: Sizes, classes: int) -> None:
+        super().__init__(sizes)
+        self.pooler = nn.Linear(sizes.hidden, sizes.hidden)
+        self.drop = nn.Dropout(sizes.dropout)
+        self.head = nn.Linear(sizes.hidden, classes)
+        draw_weights(self)
+
+    def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
+        x = self.encode(tokens, segments, mask)
+        out: Tensor = self.head(self.drop(torch.tanh(self.pooler(x[:, 0]))))
+        return out
+
+
+class BertSpan(Encoder):
+    """For each token, how much it looks like the first and like the last of the answer: [n, s, 2]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.head = nn.Linear(sizes.hidden, 2)
+        draw_weights(self)
+
+    def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encode(tokens, segments, mask))
+        return out
+
+
+def build(request: Request) -> nn.Module:
+    require_room(request["max_seq_length"], request["max_position_embeddings"], "max_position_embeddings")
+    sizes = Sizes(
+        vocabulary=request["vocab_size"],
+        positions=request["max_position_embeddings"],
+        segments=request["type_vocab_size"],
+        hidden=request["hidden_size"],
+        layers=request["num_layers"],
+        heads=request["num_heads"],
+        inner=request["intermediate_size"],
+        dropout=request["dropout"],
+        attention_dropout=request["attention_dropout"],
+        norm_eps=request["layer_norm_eps"],
+        masked=request["attention_mask"],
+    )
+    if request.task == "answer_span":
+        return BertSpan(sizes)
+    if request.task == "classify_text":
+        return BertClassifier(sizes, request["num_classes"])
+    return BertPretraining(sizes)
+
+
+# ---- entries ----
+
+
+def _settings(layers: int, hidden: int, heads: int) -> tuple[Setting, ...]:
+    return (
+        Setting(
+            name="vocab_size", default=30522, meaning="words and parts of words; the data set's, where it has some"
+        ),
+        Setting(name="max_seq_length", default=128, meaning="tokens of a sequence"),
+        Setting(name="max_predictions_per_seq", default=20, meaning="masked words of a sequence, at most"),
+        Setting(name="hidden_size", default=hidden, meaning="features of a token"),
+        Setting(name="num_layers", default=layers, meaning="layers"),
+        Setting(name="num_heads", default=heads, meaning="heads of attention"),
+        Setting(name="intermediate_size", default=4 * hidden, meaning="features inside an MLP"),
+        Setting(name="max_position_embeddings", default=512, meaning="length of the table of positions"),
+        Setting(name="type_vocab_size", default=2, meaning="kinds of segments"),
+        Setting(name="dropout", default=0.1, meaning="of embeddings, attention's output and MLPs"),
+        Setting(name="attention_dropout", default=0.1, meaning="of the weights of attention"),
+        Setting(name="layer_norm_eps", default=1e-12, meaning="what a norm adds to the variance"),
+        Setting(name="attention_mask", default=True, meaning="off for data without padding: somewhat quicker"),
+    )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "optimizer": "adamw",
+    "opt_epsilon": 1e-6,
+    "learning_rate": 1e-4,
+    "end_learning_rate": 0.0,
+    "decay_scheme": "luong5",
+    "warmup_steps": 100,
+    "weight_decay": 0.01,
+    "max_gradient_norm": 1.0,
+}
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "max_seq_length": 16,
+    "max_predictions_per_seq": 3,
+    "max_position_embeddings": 16,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+def _add(
+    name: str, layers: int, hidden: int, heads: int, parameters: int, rate: float, *, strategy: Any, advice: str
+) -> None:
+    registry.add(
+        Model(
+            name=name,
+            runner="bert",
+            build=build,
+            tasks={"pretrain": ("masked_lm",), "finetune": ("classify_text", "answer_span")},
+            about=f"BERT of {layers} layers, {hidden} wide",
+            parameters=parameters,
+            published="transformers, BertForPreTraining: the heads of both tasks included, the tied matrix once",
+            settings=_settings(layers, hidden, heads),
+            defaults=_DEFAULTS | {"learning_rate": rate},
+            recompute=("layers.*",),
+            cuts=tuple(f"layers.{i}" for i in range(layers)),
+            split={"*.words": Split(), **LAYER_SPLIT},
+            strategy=strategy,
+            advice=advice,
+            tiny=_TINY,
+        )
+    )
+
+
+_SMALL: dict[str, Any] = {
+    "strategy": {"amp": "bf16"},
+    "advice": "Small enough for any device: replicas only.",
+}
+_BASE: dict[str, Any] = {
+    "strategy": {"amp": "bf16", "shard": 1},
+    "advice": "Fits one device: replicas, which share out the optimizer's state. 'attention_mask' off where no "
+    "sequence is padded.",
+}
+_LARGE: dict[str, Any] = {
+    "strategy": {"amp": "bf16", "shard": 1},
+    "advice": "Fits one device of 32 GB: replicas, which share out the optimizer's state. For large batches lamb; on "
+    "slow links stages, of whole layers; on smaller devices recompute.",
+}
+
+_add("bert_tiny", 2, 128, 2, 4_433_468, 1e-3, **_SMALL)
+_add("bert_mini", 4, 256, 4, 11_267_900, 5e-4, **_SMALL)
+_add("bert_small", 4, 512, 8, 29_058_876, 5e-4, **_SMALL)
+_add("bert_medium", 8, 512, 8, 41_668_412, 3e-4, **_SMALL)
+_add("bert_base", 12, 768, 12, 110_106_428, 1e-4, **_BASE)
+_add("bert_large", 24, 1024, 16, 336_226_108, 1e-4, **_LARGE)

@@ -1,0 +1,74 @@
+"""CifarNet: the small convnet of Krizhevsky's cuda-convnet for CIFAR-10, with the layers of TF-slim."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from echelon.zoo import registry
+from echelon.zoo.entry import Request
+from echelon.zoo.models.image_entry import dropout_setting, image_model
+
+
+class CifarNet(nn.Module):
+    """Two convolutions with pooling and local response normalization, and two hidden layers."""
+
+    def __init__(self, classes: int, image_size: int = 32, channels: int = 3, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(_convolution(channels), nn.ReLU(), nn.MaxPool2d(2), _response_norm()),
+            nn.Sequential(_convolution(64), nn.ReLU(), _response_norm(), nn.MaxPool2d(2)),
+        )
+        side = image_size // 2 // 2
+        self.hidden = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64 * side * side, 384),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(384, 192),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(192, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(self.layers(images)))
+        return logits
+
+
+def _convolution(inputs: int) -> nn.Module:
+    return nn.Conv2d(inputs, 64, 5, padding=2)
+
+
+def _response_norm() -> nn.Module:
+    """Over 9 channels. TensorFlow's alpha, here 0.001 / 9, is not divided by their number, and torch's is."""
+    return nn.LocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0)
+
+
+def _build(request: Request) -> nn.Module:
+    return CifarNet(request["num_classes"], request["image_size"], request["channels"], request["dropout"])
+
+
+registry.add(
+    image_model(
+        "cifarnet",
+        _build,
+        about="a small convnet for 32 x 32 images (Krizhevsky 2009, TF-slim's layers)",
+        image_size=32,
+        settings=(dropout_setting(0.5, "between the hidden layers"),),
+        parameters=1_756_426,
+        counted={"num_classes": 10},
+        published="the layers of TF-slim's cifarnet",
+        defaults={
+            "num_classes": 10,
+            "batch_size": 64,
+            "optimizer": "momentum",
+            "learning_rate": 0.05,
+            "learning_rate_decay_factor": 0.7,
+            "num_epochs_per_decay": 1.0,
+            "num_epochs": 10,
+        },
+        recompute=("layers.*",),
+        cuts=("layers.1", "hidden"),
+        strategy={},
+        advice="plain data parallelism: it is small",
+    )
+)

@@ -1,0 +1,102 @@
+"""What the entries of models with sparse tables have in common: settings, tables for any id, networks by sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from echelon.errors import UsageError
+from echelon.nn import SparseEmbedding
+from echelon.ps.rules import NAMED
+from echelon.zoo.entry import Model, Request, Setting
+
+ADVICE = (
+    "parameter servers: 'echelon train --servers 1 --workers 2'. hybrid keeps the dense part exact and lets rows never "
+    "wait; sync gives the numbers of one process"
+)
+
+Rule = Literal["sgd", "momentum", "adagrad", "row_adagrad", "adam", "ftrl"]
+
+
+def table_settings(dim: int, rate: float) -> tuple[Setting, ...]:
+    """Of a model that keeps vectors for ids."""
+    return (
+        Setting(name="embedding_dim", default=dim, meaning="numbers in the vector of an id"),
+        Setting(name="embedding_optimizer", default="adagrad", meaning="the rule that moves vectors", kind=Rule),
+        Setting(name="embedding_learning_rate", default=rate, meaning="of that rule"),
+    )
+
+
+def table(request: Request, dim: int | None = None, **options: Any) -> SparseEmbedding:
+    """A table that grows with the ids it is trained on, with the rule and the rate that the settings ask for."""
+    rate = request["embedding_learning_rate"]
+    if not rate > 0:
+        raise UsageError(f"--embedding_learning_rate {rate}: must be above 0")
+    rule = dataclasses.replace(NAMED[request["embedding_optimizer"]], lr=float(rate))
+    return SparseEmbedding(request["embedding_dim"] if dim is None else dim, optimizer=rule, **options)
+
+
+def click_model(
+    name: str, build: Callable[[Request], nn.Module], *, settings: tuple[Setting, ...], **entry: Any
+) -> Model:
+    """An entry with what every model of clicks has: its task, and the columns of its data."""
+    columns = (
+        Setting(name="slots", default=26, meaning="columns of ids; the data set's own number"),
+        Setting(name="numbers", default=13, meaning="columns of numbers; the data set's own number"),
+    )
+    return Model(
+        name=name,
+        runner="ctr",
+        build=build,
+        tasks={"pretrain": ("click",), "finetune": ("click",)},
+        settings=columns + settings,
+        strategy={"ps": "hybrid"},
+        advice=ADVICE,
+        **entry,
+    )
+
+
+def click_defaults(**others: Any) -> Mapping[str, Any]:
+    """A constant rate, and no decay of weights: most of what a click model learns from is rarely seen."""
+    return {
+        "batch_size": 512,
+        "optimizer": "adam",
+        "learning_rate": 0.001,
+        "learning_rate_decay_type": "fixed",
+        "weight_decay": 0.0,
+        **others,
+    }
+
+
+def need_columns(request: Request, *names: str) -> None:
+    """Models read some columns of each kind; a data set may have none."""
+    for name in names:
+        if request[name] < 1:
+            raise UsageError(
+                f"{request['model_name']} needs at least one column of {'ids' if name == 'slots' else 'numbers'}, and "
+                f"{name} is {request[name]}; name such columns of the data, or take another model"
+            )
+
+
+def sizes(request: Request, name: str) -> list[int]:
+    """The widths of layers, given as '256,128'; an empty text means no layer."""
+    text = str(request[name])
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [0]
+    if any(size < 1 for size in found):
+        raise UsageError(f"--{name} '{text}': expected the sizes of layers, such as '256,128'")
+    return found
+
+
+def network(inputs: int, widths: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
+    """Linear layers, each followed by a ReLU."""
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+        inputs = width
+    return nn.Sequential(*layers)

@@ -1,0 +1,49 @@
+"""What the entries of all image models have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from echelon.annotate import split
+from echelon.zoo.entry import Model, Request, Setting
+
+AMP_ADVICE = "16-bit arithmetic about doubles the speed on GPUs with tensor cores and halves the activations"
+
+
+def image_model(
+    name: str,
+    build: Callable[[Request], nn.Module],
+    *,
+    image_size: int = 224,
+    channels: int = 3,
+    settings: tuple[Setting, ...] = (),
+    tiny: Mapping[str, Any] | None = None,
+    **entry: Any,
+) -> Model:
+    """An entry with what every image model has: its task, the size of its images, and a head worth splitting."""
+    sizes = (
+        Setting(name="image_size", default=image_size, meaning="height and width of an image"),
+        Setting(name="channels", default=channels, meaning="of an image: 3, or 1 for grey ones"),
+    )
+    values: dict[str, Any] = {"split": {"head": split()}, "strategy": {"amp": "bf16"}, "advice": AMP_ADVICE}
+    return Model(
+        name=name,
+        runner="images",
+        build=build,
+        tasks={"pretrain": ("classify_images",), "finetune": ("classify_images",)},
+        settings=sizes + settings,
+        tiny={"num_classes": 10} | dict(tiny or {}),
+        **values | entry,
+    )
+
+
+def dropout_setting(default: float, meaning: str) -> Setting:
+    return Setting(name="dropout", default=default, meaning=meaning)
+
+
+def block_names(count: int, parent: str = "layers") -> tuple[str, ...]:
+    """``layers.0`` to ``layers.{count - 1}``."""
+    return tuple(f"{parent}.{i}" for i in range(count))

@@ -1,0 +1,286 @@
+"""What the inceptions are made of: convolutions with batch norm, branches side by side, and a second classifier.
+
+A network is written down as layers (``Conv``, ``MaxPool``, ``Fork``, ...) without input channels; these are counted
+when it is built, so that ``depth_multiplier`` can make every convolution wider or narrower.
+
+Batch norm has both scale and shift, as in the networks of torchvision and timm, whose weights so fit; slim leaves the
+scale out. Its epsilon is slim's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.errors import UsageError
+from echelon.zoo.entry import Model, Request, Setting
+from echelon.zoo.models.image_entry import block_names, dropout_setting, image_model
+
+EPSILON = 1e-3
+NARROWEST = 16  #: channels that a small ``depth_multiplier`` leaves a convolution, as in slim
+
+# ---- modules ----
+
+
+class ConvBlock(nn.Module):
+    """Convolution, batch norm, ReLU."""
+
+    def __init__(self, conv: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm = nn.BatchNorm2d(outputs, eps=EPSILON)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class Branches(nn.Module):
+    """All branches see the same input; their outputs lie side by side as channels."""
+
+    def __init__(self, branches: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class ResidualBranches(nn.Module):
+    """Branches, brought back to the channels of their input and added to it, scaled down."""
+
+    def __init__(self, branches: Branches, inner: int, channels: int, *, scale: float, rectified: bool) -> None:
+        super().__init__()
+        self.branches = branches.branches
+        self.back = nn.Conv2d(inner, channels, 1)
+        self.scale, self.rectified = scale, rectified
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = torch.cat([branch(x) for branch in self.branches], 1)
+        total = x + self.scale * self.back(side)
+        return F.relu(total) if self.rectified else total
+
+
+class AuxiliaryClassifier(nn.Module):
+    """Classifies by the maps in the middle of the network; in training only."""
+
+    FULL = 17  # height and width of these maps for images of 299 x 299
+
+    def __init__(self, inputs: int, num_classes: int, width: float) -> None:
+        super().__init__()
+        self.layers, outputs = chain((Conv(128), Conv(768, 5, padded=False)), inputs, width)
+        self.head = nn.Linear(outputs, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Smaller images leave maps too small for the published pooling and the 5 x 5 weights behind it.
+        full = min(x.shape[-2:]) >= self.FULL
+        pooled = F.avg_pool2d(x, 5, stride=3) if full else F.adaptive_avg_pool2d(x, 5)
+        logits: Tensor = self.head(self.layers(pooled).mean((2, 3)))
+        return logits
+
+
+# ---- layers, as they are written down ----
+
+
+class Layer(Protocol):
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        """The module for so many input channels, and its output channels."""
+
+
+@dataclass(frozen=True)
+class Conv:
+    """padded: the maps keep their size (with stride 1); else only whole windows count."""
+
+    channels: int
+    kernel: int | tuple[int, int] = 1
+    stride: int = 1
+    padded: bool = True
+
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        high, wide = (self.kernel, self.kernel) if isinstance(self.kernel, int) else self.kernel
+        padding = (high // 2, wide // 2) if self.padded else (0, 0)
+        outputs = widened(self.channels, width)
+        return ConvBlock(nn.Conv2d(inputs, outputs, (high, wide), self.stride, padding, bias=False), outputs), outputs
+
+
+@dataclass(frozen=True)
+class SeparableConv:
+    """Each channel on its own becomes several, which a 1 x 1 convolution then mixes. In slim it has no batch norm."""
+
+    channels: int
+    kernel: int
+    stride: int
+    most: int = 8  # channels made of one
+
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        outputs = widened(self.channels, width)
+        middle = inputs * max(1, min(outputs // inputs, self.most))
+        alone = nn.Conv2d(inputs, middle, self.kernel, self.stride, self.kernel // 2, groups=inputs, bias=False)
+        return nn.Sequential(alone, nn.Conv2d(middle, outputs, 1), nn.ReLU()), outputs
+
+
+@dataclass(frozen=True)
+class MaxPool:
+    """over_the_edge: windows that begin inside count, so 112 becomes 56, not 55."""
+
+    kernel: int = 3
+    stride: int = 2
+    padding: int = 0
+    over_the_edge: bool = False
+
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        return nn.MaxPool2d(self.kernel, self.stride, self.padding, ceil_mode=self.over_the_edge), inputs
+
+
+@dataclass(frozen=True)
+class AveragePool:
+    """Of 3 x 3, keeping the size. ``zeros_count``: at the edge the mean is over 9 all the same."""
+
+    zeros_count: bool = False
+
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=self.zeros_count), inputs
+
+
+class Fork:
+    """Branches side by side, each a layer or a sequence of layers."""
+
+    def __init__(self, *branches: Layer | tuple[Layer, ...]) -> None:
+        self.branches = [branch if isinstance(branch, tuple) else (branch,) for branch in branches]
+
+    def build(self, inputs: int, width: float) -> tuple[Branches, int]:
+        built = [chain(layers, inputs, width) for layers in self.branches]
+        return Branches([module for module, _ in built]), sum(outputs for _, outputs in built)
+
+
+@dataclass(frozen=True)
+class Residual:
+    fork: Fork
+    scale: float
+    rectified: bool = True
+
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        branches, inner = self.fork.build(inputs, width)
+        return ResidualBranches(branches, inner, inputs, scale=self.scale, rectified=self.rectified), inputs
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers one after the other, as one block."""
+
+    layers: tuple[Layer, ...]
+
+    def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
+        return chain(self.layers, inputs, width)
+
+
+def widened(channels: int, width: float) -> int:
+    return channels if width == 1 else max(int(channels * width), NARROWEST)
+
+
+def chain(layers: Sequence[Layer], inputs: int, width: float) -> tuple[nn.Sequential, int]:
+    modules = []
+    for layer in layers:
+        module, inputs = layer.build(inputs, width)
+        modules.append(module)
+    return nn.Sequential(*modules), inputs
+
+
+# ---- the network ----
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A network, written down.
+
+    smallest: images that leave something for the last block
+    tapped:   number of the block whose output the auxiliary classifier sees
+    """
+
+    stem: tuple[Layer, ...]
+    blocks: tuple[Layer, ...]
+    smallest: int
+    tapped: int | None = None
+
+
+class Inception(nn.Module):
+    """Images [n, channels, h, w] to logits [n, num_classes]; in training, with the auxiliary logits beside them."""
+
+    def __init__(
+        self, plan: Plan, num_classes: int, *, channels: int, width: float, dropout: float, auxiliary: bool
+    ) -> None:
+        super().__init__()
+        self.tapped = plan.tapped if auxiliary else None
+        self.stem, outputs = chain(plan.stem, channels, width)
+        self.blocks = nn.ModuleList()
+        for number, layer in enumerate(plan.blocks):
+            block, outputs = layer.build(outputs, width)
+            self.blocks.append(block)
+            if number == self.tapped:
+                self.auxiliary = AuxiliaryClassifier(outputs, num_classes, width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(outputs, num_classes)
+        self.apply(_initialize)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        second: Tensor | None = None
+        x = self.stem(images)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.tapped and self.training:
+                second = self.auxiliary(x)
+        logits: Tensor = self.head(self.dropout(x.mean((2, 3))))
+        return logits if second is None else (logits, second)
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.01)
+    if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def inception(name: str, plan: Plan, image_size: int, **entry: Any) -> Model:
+    """The entry of the network that ``plan`` writes down."""
+    auxiliary = Setting(
+        name="auxiliary", default=True, meaning="train a second classifier halfway, with 0.4 of its loss added"
+    )
+    return image_model(
+        name,
+        functools.partial(_build, plan),
+        image_size=image_size,
+        settings=(
+            Setting(name="depth_multiplier", default=1.0, meaning="channels of each convolution, against the paper's"),
+            dropout_setting(0.2, "before the classifier"),
+            *((auxiliary,) if plan.tapped is not None else ()),
+        ),
+        recompute=("blocks.*",),
+        cuts=block_names(len(plan.blocks), "blocks"),
+        tiny={"image_size": max(plan.smallest, 32), "depth_multiplier": 0.125},
+        **entry,
+    )
+
+
+def _build(plan: Plan, request: Request) -> Inception:
+    size, width = request["image_size"], request["depth_multiplier"]
+    if size < plan.smallest:
+        raise UsageError(
+            f"--image_size {size}: the model halves images too often for that; take {plan.smallest} or more"
+        )
+    if width <= 0:
+        raise UsageError(f"--depth_multiplier {width}: no channels would be left; take a number above 0")
+    return Inception(
+        plan,
+        request["num_classes"],
+        channels=request["channels"],
+        width=width,
+        dropout=request["dropout"],
+        auxiliary=request.get("auxiliary", False),
+    )

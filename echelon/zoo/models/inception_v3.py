@@ -1,0 +1,99 @@
+"""Inception v3 (Szegedy et al. 2015, "Rethinking the Inception architecture"), as in slim and torchvision."""
+
+from __future__ import annotations
+
+from echelon.zoo import registry
+from echelon.zoo.models.inception_blocks import (
+    AveragePool,
+    Conv,
+    Fork,
+    MaxPool,
+    Plan,
+    inception,
+)
+
+AVERAGE = AveragePool(zeros_count=True)  # as torchvision has it; slim leaves the zeros out
+HALVE = MaxPool(3, stride=2)
+ROW, COLUMN = (1, 7), (7, 1)
+
+
+def _large(pool: int) -> Fork:
+    """For maps of 35 x 35."""
+    return Fork(
+        Conv(64),
+        (Conv(48), Conv(64, 5)),
+        (Conv(64), Conv(96, 3), Conv(96, 3)),
+        (AVERAGE, Conv(pool)),
+    )
+
+
+def _from_large_to_middle() -> Fork:
+    return Fork(
+        Conv(384, 3, stride=2, padded=False),
+        (Conv(64), Conv(96, 3), Conv(96, 3, stride=2, padded=False)),
+        HALVE,
+    )
+
+
+def _middle(inner: int) -> Fork:
+    """For maps of 17 x 17."""
+    return Fork(
+        Conv(192),
+        (Conv(inner), Conv(inner, ROW), Conv(192, COLUMN)),
+        (Conv(inner), Conv(inner, COLUMN), Conv(inner, ROW), Conv(inner, COLUMN), Conv(192, ROW)),
+        (AVERAGE, Conv(192)),
+    )
+
+
+def _from_middle_to_small() -> Fork:
+    return Fork(
+        (Conv(192), Conv(320, 3, stride=2, padded=False)),
+        (Conv(192), Conv(192, ROW), Conv(192, COLUMN), Conv(192, 3, stride=2, padded=False)),
+        HALVE,
+    )
+
+
+def _small() -> Fork:
+    """For maps of 8 x 8."""
+    cross = Fork(Conv(384, (1, 3)), Conv(384, (3, 1)))
+    return Fork(Conv(320), (Conv(384), cross), (Conv(448), Conv(384, 3), cross), (AVERAGE, Conv(192)))
+
+
+PLAN = Plan(
+    stem=(
+        Conv(32, 3, stride=2, padded=False),
+        Conv(32, 3, padded=False),
+        Conv(64, 3),
+        HALVE,
+        Conv(80),
+        Conv(192, 3, padded=False),
+        HALVE,
+    ),
+    blocks=(
+        _large(32),
+        _large(64),
+        _large(64),
+        _from_large_to_middle(),
+        _middle(128),
+        _middle(160),
+        _middle(160),
+        _middle(192),
+        _from_middle_to_small(),
+        _small(),
+        _small(),
+    ),
+    smallest=75,
+    tapped=7,
+)
+
+registry.add(
+    inception(
+        "inception_v3",
+        PLAN,
+        image_size=299,
+        about="Inception v3: 7 x 7 convolutions as rows and columns, and an auxiliary classifier in training",
+        parameters=27_161_264,
+        counted={"num_classes": 1000},
+        published="torchvision's inception_v3, with the auxiliary classifier (without it 23,834,568)",
+    )
+)
