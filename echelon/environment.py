@@ -41,6 +41,8 @@ SERVER_INDEX = "ECHELON_SERVER"
 
 #: Where programs keep what they can make again; ``~/.cache`` where it is not set. ``echelon bench`` writes there.
 CACHE_HOME = "XDG_CACHE_HOME"
+#: Where data that was asked for by its URL is kept; ``echelon/data`` in the cache where it is not set.
+DATA_DIR = "ECHELON_DATA_DIR"
 
 #: The file with the plan to run; one with a candidate to be timed in a process that is thrown away.
 PLAN, TRIAL = "ECHELON_PLAN", "ECHELON_TRIAL"

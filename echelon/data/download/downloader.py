@@ -1,0 +1,123 @@
+"""The files of a spec into a folder, once per host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon import world
+from echelon.data.download.files import Fetcher, Stopped, explained
+from echelon.data.download.origin import Origin
+from echelon.data.download.progress import Progress
+from echelon.data.download.spec import WORKINGS, File
+from echelon.errors import UsageError
+
+
+class Downloader:
+    """Fetches what ``spec`` names into ``out``: whole, verified, and only what is not there yet.
+
+    spec:      a .yaml or .json file, its URL, or the same as a dict
+    worker:    of ``workers``: fetch every ``workers``-th file from this one on
+    parallel:  files on their way at once; left out: as the spec says
+    token_env: the environment variable with a token for the server (Authorization: Bearer)
+    quiet:     no lines about progress
+    """
+
+    def __init__(
+        self,
+        spec: str | os.PathLike[str] | Mapping[str, Any],
+        out: str | os.PathLike[str],
+        *,
+        worker: int = 0,
+        workers: int = 1,
+        parallel: int | None = None,
+        token_env: str | None = None,
+        quiet: bool = False,
+    ) -> None:
+        if not 0 <= worker < workers:
+            raise UsageError(f"worker {worker} of {workers}: workers are counted from 0 to their number less one")
+        if parallel is not None and not 1 <= parallel <= 256:
+            raise UsageError(f"parallel={parallel}: expected 1 to 256 files at once")
+        self._out, self._share = Path(out).absolute(), slice(worker, None, workers)
+        self._parallel, self._quiet, self._token = parallel, quiet, _token(token_env)
+        self._origin = Origin(spec)
+        call = f"{self._origin.url or json.dumps(spec, default=str)} {worker} {workers}"
+        self._notes = self._out / WORKINGS / f"{hashlib.sha256(call.encode()).hexdigest()[:24]}.names"
+
+    def fetch(self) -> list[Path]:
+        """The paths of all files, in the order of the spec.
+
+        In a job (after ``echelon.init()``) every rank calls it: one process of each host fetches and the others wait.
+        A failure anywhere is the same one-line error on all ranks.
+        """
+        job, stop = world.current() if world.is_initialized() else None, threading.Event()
+        aloud = not self._quiet and (job is None or job.rank == 0)
+        if job is None or job.control is None:  # nobody to wait for: the locks see to it that one process fetches
+            return [self._out / name for name in self._fetch_here(stop, aloud)]
+        from echelon.data.download.together import one_per_host
+
+        one_per_host(job, lambda: self._leave_names(self._fetch_here(stop, aloud)), stop)
+        return [self._out / name for name in json.loads(self._notes.read_text())]
+
+    def _fetch_here(self, stop: threading.Event, aloud: bool) -> list[str]:
+        wanted = self._origin.wanted(self._token)
+        files = wanted.files[self._share]
+        progress = Progress(len(files), aloud)
+        fetcher = Fetcher(self._out, wanted.access, wanted.spec.retries, progress.came, stop)
+        _in_threads(files, fetcher.fetch, progress, self._parallel or wanted.spec.parallel, stop)
+        progress.end()
+        return [file.name for file in files]
+
+    def _leave_names(self, names: list[str]) -> None:
+        """For the other ranks of this host, so that not each of them asks for the list."""
+        draft = self._notes.with_suffix(f".{os.getpid()}")
+        with explained(self._notes):
+            draft.write_text(json.dumps(names))
+            draft.replace(self._notes)
+
+
+def _in_threads(
+    files: Sequence[File], fetch: Callable[[File], None], progress: Progress, parallel: int, stop: threading.Event
+) -> None:
+    """The first failure stops the rest and is raised here."""
+    waiting, taking, failures = iter(files), threading.Lock(), list[BaseException]()
+
+    def work() -> None:
+        while not stop.is_set():
+            with taking:
+                file = next(waiting, None)
+            if file is None:
+                return
+            try:
+                fetch(file)
+                progress.finished_one()
+            except BaseException as error:
+                failures.append(error)
+                stop.set()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(files)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C
+        stop.set()
+        raise
+    if stop.is_set():
+        raise next((error for error in failures if not isinstance(error, Stopped)), Stopped())
+
+
+def _token(name: str | None) -> str:
+    if name is None:
+        return ""
+    token = os.environ.get(name, "").strip()
+    if not token or not (token.isascii() and token.isprintable()):
+        found = "has characters that no token has" if token else "is not set"
+        raise UsageError(f"token_env: the variable '{name}' {found} in the environment")
+    return token

@@ -1,0 +1,202 @@
+"""What to fetch: a spec, written by hand or by ``sha256sum``, into names, URLs and checksums that can be trusted.
+
+A spec may come from a stranger: it is data, bounded in size, and no name in it leads out of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from echelon.data.collate import one_line
+from echelon.data.download.source import WEB, is_remote, scheme_of, shown
+from echelon.errors import DataError, UsageError
+from echelon.strict import build, require, strict
+
+#: YAML takes a second per megabyte; more names than fit in here are for ``list``, whose lines take a microsecond each.
+SPEC_BYTES, LIST_BYTES = 8 << 20, 256 << 20
+MOST_FILES = 1_000_000
+#: The folder beside the data with what is not finished, and what is known to be.
+WORKINGS = ".echelon"
+HEX = {"md5": 32, "sha256": 64}
+
+T = TypeVar("T", bound="Entry | Spec")
+
+
+@strict
+class Entry:
+    """One file. Without ``url`` it lies at the spec's ``base``; without a checksum its size is all that is checked."""
+
+    name: str
+    url: str | None = None
+    sha256: str | None = None
+    md5: str | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        for kind, digits in HEX.items():
+            given = getattr(self, kind)
+            good = given is None or re.fullmatch(rf"[0-9a-fA-F]{{{digits}}}", given) is not None
+            require(good, self, kind, f"{digits} hexadecimal digits (in quotes, if YAML takes them for a number)")
+        require(self.size is None or self.size >= 0, self, "size", "a number of bytes, 0 or more")
+
+
+@strict
+class Spec:
+    """What a spec file may say.
+
+    base:     where files lie that have no URL of their own; left out: where the spec, or its list, is
+    files:    names, or entries with checksum, size or URL
+    list:     a file with lines as sha256sum or md5sum writes them, in place of ``files``
+    parallel: files on their way at once
+    retries:  how often to try again after an attempt that brought nothing
+    timeout:  seconds to wait for a server to say anything
+    """
+
+    base: str | None = None
+    files: tuple[str | Entry, ...] = ()
+    list: str | None = None
+    parallel: int = 8
+    retries: int = 5
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        require(1 <= self.parallel <= 256, self, "parallel", "1 to 256 files at once")
+        require(0 <= self.retries <= 100, self, "retries", "0 to 100")
+        require(0 < self.timeout <= 86400, self, "timeout", "seconds, more than 0")
+        if (self.list is None) == (not self.files):
+            both = "both 'files' and 'list'; keep one" if self.files else "neither 'files' nor 'list': nothing to fetch"
+            raise UsageError(f"the spec has {both}")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to fetch. ``checksum`` is (algorithm, digits), or None."""
+
+    name: str
+    url: str
+    checksum: tuple[str, str] | None = None
+    size: int | None = None
+
+
+def parse_spec(text: str, source: str) -> Spec:
+    """Of YAML, of which JSON is a part."""
+    try:
+        plain = json.loads(text, object_pairs_hook=_without_repeats) if source.endswith(".json") else _parse_yaml(text)
+    except RecursionError:
+        raise UsageError(f"{shown(source)}: nests too deeply; a spec is a list of files") from None
+    except ValueError as error:
+        raise UsageError(f"{shown(source)} cannot be read: {one_line(error)}") from None
+    return make_spec(plain, shown(source))
+
+
+def make_spec(plain: Any, source: str = "Spec") -> Spec:
+    return build(Spec, plain, source)
+
+
+def files_of(spec: Spec, folder: str) -> list[File]:
+    """The files of a spec that lists them; ``folder`` is where the spec is, for what is named relative to it."""
+    base = joined(folder, spec.base or "")
+    entries = (Entry(name=item) if isinstance(item, str) else item for item in spec.files)
+    return _checked((_file(entry, base, folder) for entry in entries), folder)
+
+
+def files_listed(spec: Spec, text: str, source: str, folder: str) -> list[File]:
+    """The files of ``list``, by lines of checksum and name."""
+    base = joined(folder, spec.base) if spec.base else folder_of(source)
+    return _checked((_file(entry, base, folder) for entry in _entries(text, shown(source))), folder)
+
+
+def _entries(text: str, source: str) -> Iterable[Entry]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64})[ \t]+\*?(.+)", line.rstrip())
+        if found is None:
+            raise DataError(
+                f"{source}, line {number}: expected 'checksum  name' as sha256sum writes it, got {line[:60]!r}"
+            )
+        digits, name = found.groups()
+        name = name.removeprefix("./")  # as `find . | xargs sha256sum` has it
+        yield Entry(name=name, sha256=digits) if len(digits) == HEX["sha256"] else Entry(name=name, md5=digits)
+
+
+def _file(entry: Entry, base: str, folder: str) -> File:
+    check_name(entry.name)
+    url = joined(folder, entry.url) if entry.url else joined(base, entry.name, quoted=scheme_of(base) in WEB)
+    if is_remote(folder) and not is_remote(url):
+        raise DataError(
+            f"'{entry.name}' is to come from '{url}', a path of this machine; a spec from afar may not say so"
+        )
+    kind = next((kind for kind in ("sha256", "md5") if getattr(entry, kind)), None)
+    return File(entry.name, url, (kind, getattr(entry, kind).lower()) if kind else None, entry.size)
+
+
+def check_name(name: str) -> None:
+    """A name becomes a path in the folder, and nothing else."""
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts or "\\" in name or re.match(r"[A-Za-z]:", name):
+        raise DataError(f"the name {name[:100]!r} leads out of the folder; names are relative, without '..'")
+    if any(part in ("", ".", WORKINGS) for part in parts) or re.search(r"[\x00-\x1f\x7f]", name):
+        raise DataError(f"{name[:100]!r} is no good name for a file")
+    if len(name.encode("utf-8", "replace")) > 1024 or any(len(part.encode("utf-8", "replace")) > 255 for part in parts):
+        raise DataError(f"the name {name[:40]!r}... is too long: 255 bytes at most between slashes, 1024 in all")
+
+
+def _checked(files: Iterable[File], folder: str) -> list[File]:
+    found: dict[str, File] = {}
+    for file in files:
+        if file.name in found:
+            raise DataError(f"{shown(folder)}: the file '{file.name[:100]}' is listed twice; keep one")
+        found[file.name] = file
+        if len(found) > MOST_FILES:
+            raise DataError(f"{shown(folder)}: more than {MOST_FILES:,} files; pack them into fewer, larger ones")
+    return list(found.values())
+
+
+def joined(folder: str, name: str, *, quoted: bool = False) -> str:
+    """``name`` as seen from ``folder``: itself where it is a URL or an absolute path."""
+    if not name or scheme_of(name):
+        return name or folder
+    if not is_remote(folder) and scheme_of(folder) != "file":
+        return os.path.join(folder, name)
+    return f"{folder.rstrip('/')}/{quote(name) if quoted else name}"
+
+
+def folder_of(url: str) -> str:
+    """Where the file lies. A query belongs to the file, not to its folder."""
+    url = url.split("?", 1)[0] if scheme_of(url) in WEB else url
+    return url.rpartition("/")[0] if scheme_of(url) else os.path.dirname(url)
+
+
+def _without_repeats(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """YAML and JSON let the last of two equal names win, without a word."""
+    made: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f"'{name}' is given twice; keep one")
+        made[name] = value
+    return made
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Mapping[Any, Any]:
+            _without_repeats((self.construct_object(key, deep=True), None) for key, _ in node.value)
+            return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
+
+    try:
+        # Aliases of aliases make a gigabyte of a line, as soon as somebody prints them.
+        if "*" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=Loader)):
+            raise ValueError("it has an alias ('*name'); write it out")
+        return yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, TypeError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        raise ValueError(f"line {mark.line + 1}: {problem}" if mark else str(problem or error)) from None
