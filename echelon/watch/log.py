@@ -13,6 +13,7 @@ class Log:
     dir:         where metrics.jsonl and TensorBoard files go; by default the launcher's log directory, and
                  nowhere when the script runs without the launcher
     console:     False keeps the console silent
+    lines:       False prints nothing for steps; the files have their records as ever
     progress:    a live bar; by default only when the console is a terminal
     tensorboard: write TensorBoard event files too
     placement:   print which module is on which devices (``log_device_placement``)
@@ -21,6 +22,7 @@ class Log:
     every: int = 10
     dir: str | None = None
     console: bool = True
+    lines: bool = True
     progress: bool | None = None
     tensorboard: bool = False
     placement: bool = False

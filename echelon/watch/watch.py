@@ -105,7 +105,7 @@ class Watch:
     def _open(self) -> list[Sink]:
         if self._sinks is None:
             self._sinks = []
-            if self._log.console:
+            if self._log.console and self._log.lines:
                 bar = self._log.progress if self._log.progress is not None else _terminal()
                 self._sinks.append(Bar() if bar else Lines())
             if self.directory is not None:

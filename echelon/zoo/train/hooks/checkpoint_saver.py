@@ -1,0 +1,15 @@
+"""CheckpointSaverHook: a checkpoint every ``save_checkpoints_steps`` steps, written by the engine in the background."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.zoo.entry import Request
+from echelon.zoo.train.hooks.every import steps_of
+from echelon.zoo.train.hooks.hook import Hook
+
+
+class CheckpointSaverHook(Hook):
+    def checkpoint_options(self, request: Request) -> dict[str, Any]:
+        every = steps_of(request, "save_checkpoints_steps")
+        return {"every": every} if every else {}

@@ -1,0 +1,41 @@
+"""EarlyStopHook: training ends when ``early_stop_patience`` evaluations in a row had no lower loss than the best.
+
+It counts in the evaluations that EvaluationHook keeps, so that a resumed run goes on counting.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from echelon.errors import UsageError
+from echelon.zoo.train.hooks.every import steps_of
+from echelon.zoo.train.hooks.hook import Hook, Run
+
+
+class EarlyStopHook(Hook):
+    def begin(self, run: Run) -> None:
+        self._patience: int = run.request["early_stop_patience"]
+        if self._patience < 1:
+            raise UsageError(f"--early_stop_patience {self._patience} would never train; give 1 or more")
+        if not steps_of(run.request, "eval_every_n_iters"):
+            raise UsageError("it stops by evaluations, and there are none; give --eval_every_n_iters N")
+        self._stop_in_time(run)
+
+    def after_evaluation(self, run: Run, results: dict[str, float]) -> None:
+        self._stop_in_time(run)
+
+    def _stop_in_time(self, run: Run) -> None:
+        best, since = _best(run.results.get("evaluations", []))
+        if since >= self._patience:
+            run.stop(f"{since} evaluations without a lower loss than {best['loss']:.4g} at step {best['step']}")
+
+
+def _best(evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """The one with the lowest loss, and how many came after it. A loss that is no number is never the lowest."""
+    best, lowest, since = {"loss": math.inf, "step": 0}, math.inf, 0
+    for one in evaluations:
+        since += 1
+        if one["loss"] < lowest:
+            best, lowest, since = one, one["loss"], 0
+    return best, since

@@ -1,0 +1,86 @@
+"""Hooks: all hooks of a run in their order, and what they ask of the engine together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from echelon.errors import EchelonError, UsageError
+from echelon.keep import Checkpoint
+from echelon.watch import Log
+from echelon.zoo.entry import Request
+from echelon.zoo.train.hooks.evaluation import EvaluationHook
+from echelon.zoo.train.hooks.hook import Run
+from echelon.zoo.train.hooks.named import named_hooks
+
+
+class Hooks:
+    """Each call goes to every hook; whatever one of them raises names it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.by_name = named_hooks(request)
+        for hook in self.by_name.values():
+            if isinstance(hook, EvaluationHook):
+                hook.tell = self.after_evaluation
+
+    @property
+    def stops_at_step(self) -> bool:
+        return "StopAtStepHook" in self.by_name
+
+    def log(self, **options: Any) -> Log:
+        """The engine's Log: these options, and on top what hooks ask for. Lines for steps only where one does."""
+        for name, hook in self.by_name.items():
+            with _naming(name):
+                options |= hook.log_options(self._request)
+        return Log(**{"lines": False, **options})
+
+    def checkpoint(self, **options: Any) -> Checkpoint:
+        """The engine's Checkpoint, in the same way."""
+        for name, hook in self.by_name.items():
+            with _naming(name):
+                options |= hook.checkpoint_options(self._request)
+        return Checkpoint(**options)
+
+    def begin(self, run: Run) -> None:
+        for name, hook in self.by_name.items():
+            with _naming(name):
+                hook.begin(run)
+
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        for name, hook in self.by_name.items():
+            with _naming(name, run):
+                hook.after_step(run, loss)
+
+    def after_evaluation(self, run: Run, results: dict[str, float]) -> None:
+        for name, hook in self.by_name.items():
+            with _naming(name, run):
+                hook.after_evaluation(run, results)
+
+    def end(self, run: Run) -> None:
+        for name, hook in self.by_name.items():
+            with _naming(name, run):
+                hook.end(run)
+
+
+@contextlib.contextmanager
+def _naming(name: str, run: Run | None = None) -> Iterator[None]:
+    """What is raised within says which hook raised it, and after which step; an error of ours stays of its kind."""
+    place = f"{name}, step {run.steps}" if run is not None else name
+    try:
+        yield
+    except EchelonError as error:
+        if hasattr(error, "hook"):  # of one that was called by another
+            raise
+        raise _marked(type(error)(f"{place}: {error}"), name) from error
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise _marked(UsageError(f"{place}: failed with {reason}; mend the hook, or leave it out"), name) from error
+
+
+def _marked(error: EchelonError, name: str) -> EchelonError:
+    error.hook = name  # type: ignore[attr-defined]
+    return error

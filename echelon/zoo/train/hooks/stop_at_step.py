@@ -1,0 +1,21 @@
+"""StopAtStepHook: training ends after ``stop_at_step`` steps; 0 leaves it to the epochs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from echelon.zoo.train.hooks.every import steps_of
+from echelon.zoo.train.hooks.hook import Hook, Run
+
+
+class StopAtStepHook(Hook):
+    def begin(self, run: Run) -> None:
+        self._last = steps_of(run.request, "stop_at_step")
+        self._stop_in_time(run)
+
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        self._stop_in_time(run)
+
+    def _stop_in_time(self, run: Run) -> None:
+        if self._last and run.steps >= self._last:
+            run.stop(f"stop_at_step is {self._last}")

@@ -1,0 +1,46 @@
+"""Where what a run begins with lies: files of ``model_dir`` by the parameters that name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.errors import UsageError
+from echelon.zoo.entry import Request
+
+_SHOWN = 8  # of a folder's files, in a message
+
+
+def named_file(request: Request, parameter: str, others: tuple[str, ...] = ()) -> Path:
+    """What ``parameter`` names in ``model_dir``, or the same with one of ``others`` at its end."""
+    folder = folder_of(request, parameter)
+    name = request[parameter]
+    if not name:
+        raise UsageError(f"--task_type {request['task_type']} needs --{parameter}; '{folder}' holds {inside(folder)}")
+    for path in (folder / f"{name}{end}" for end in ("", *others)):
+        if path.exists():
+            return path
+    raise UsageError(f"--{parameter}: there is no '{name}' in '{folder}'; it holds {inside(folder)}")
+
+
+def folder_of(request: Request, parameter: str) -> Path:
+    directory = request["model_dir"]
+    if not directory:
+        reason = f"--{parameter}" if request[parameter] else f"--task_type {request['task_type']}"
+        raise UsageError(f"{reason} needs --model_dir, the folder of the weights to begin with")
+    folder = Path(directory)
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"--model_dir '{folder}' {what}; check the path")
+    return folder
+
+
+def inside(folder: Path) -> str:
+    """What there is, in words."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        return f"what nobody may read ({error.strerror})"
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

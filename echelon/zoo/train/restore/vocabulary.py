@@ -1,0 +1,26 @@
+"""``check_vocabulary``: a vocabulary and the weights that were trained with it belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from echelon.errors import CheckpointError
+from echelon.zoo.entry import Request
+
+
+def check_vocabulary(model: nn.Module, weights: Mapping[str, Tensor], request: Request) -> None:
+    """Raise when the run's vocabulary has another size than the one of the weights. To be asked before ``restore``."""
+    entries = request.get("vocab_size")
+    if entries is None:
+        return
+    for name, module in model.named_modules():
+        found = weights.get(f"{name}.weight")
+        if not isinstance(module, nn.Embedding) or module.num_embeddings != entries or found is None:
+            continue
+        if found.shape[0] != entries:
+            raise CheckpointError(
+                f"the vocabulary has {entries} entries, and the checkpoint's '{name}' {found.shape[0]} rows; give the "
+                "vocabulary that the weights were trained with (--vocab_file_name)"
+            )
