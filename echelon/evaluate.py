@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,27 @@ from torch import Tensor, nn
 
 from echelon.errors import DataError, UsageError, nearest
 from echelon.objective import as_batch
+from echelon.parallel.collective import all_gather
+from echelon.parallel.split import Spread
 from echelon.world import World
 
-Metric = Callable[[Any, Any], Tensor]
+Mean = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A metric that is no mean over samples: it needs all of them at once.
+
+    keep:  what it needs of some samples, ``keep(output, target)``: a row of a few numbers for each. The rows of all
+           ranks come together on every one, as doubles
+    judge: the metric, ``judge(rows)``
+    """
+
+    keep: Callable[[Any, Any], Tensor]
+    judge: Callable[[Tensor], float]
+
+
+Metric = Mean | Overall
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -28,7 +47,32 @@ def top5(output: Tensor, target: Tensor) -> Tensor:
     return (best == target.unsqueeze(1)).any(dim=1).float()
 
 
-METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5}
+def scored(output: Any, target: Tensor) -> Tensor:
+    """Each sample's score, and whether it is a positive; of two classes' outputs, how far the second is ahead."""
+    scores: Tensor = (output.whole() if isinstance(output, Spread) else output).detach().double()
+    if scores.shape == (*target.shape, 2):
+        scores = scores[..., 1] - scores[..., 0]
+    if scores.numel() != target.numel():
+        raise UsageError(
+            f"auc takes one score for each label, or the outputs of two classes; the output has shape "
+            f"{tuple(scores.shape)} and the target {tuple(target.shape)}"
+        )
+    return torch.stack([scores.flatten(), (target.flatten() > 0.5).double()], dim=1)
+
+
+def area_under_curve(rows: Tensor) -> float:
+    """The chance that a positive has a higher score than a negative, ties counted half. Not a number without both."""
+    scores, positive = rows[:, 0], rows[:, 1] > 0.5
+    if scores.isnan().any():
+        return float("nan")
+    _, place, equal = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (equal.cumsum(0) - (equal - 1) / 2)[place]  # from 1; equal scores share the mean of theirs
+    ones, zeros = float(positive.sum()), float((~positive).sum())
+    above = float(ranks[positive].sum()) - ones * (ones + 1) / 2
+    return above / (ones * zeros) if ones and zeros else float("nan")
+
+
+METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5, "auc": Overall(scored, area_under_curve)}
 
 
 class Judged(NamedTuple):
@@ -52,36 +96,84 @@ def evaluate(
 
     ``judge`` runs a batch; of several ranks that work on one, it has ``samples`` on one of them only.
 
-    A metric is ``metric(output, target)`` and returns one value a sample, or their mean. ``taken()`` says how many
-    samples of the batch just handed out count (0 for a stand-in).
+    A metric is ``metric(output, target)`` and returns one value a sample, or their mean; or it is an ``Overall``.
+    ``taken()`` says how many samples of the batch just handed out count (0 for a stand-in).
     """
     chosen = resolve(metrics)
-    sums = torch.zeros(2 + len(chosen), dtype=torch.double, device=world.device)  # samples, loss, metrics
+    means, overall = _Means(chosen, world), _AtOnce(chosen, world)
     with _evaluating(model), torch.no_grad():
         for item in batches:
             batch = as_batch((item,), {}, world.device)
             share = taken()
             for judged in judge(batch):
-                values = _weighted(judged, chosen)  # also where it counts for nothing: metrics may ask other ranks
-                if share != 0 and judged.samples:
-                    sums += values
-    if world.size > 1:
-        dist.all_reduce(sums)
-    if not sums[0]:
-        raise DataError("there is nothing to evaluate: no rank got a sample")
-    means = (sums[1:] / sums[0]).tolist()
-    return dict(zip(["loss", *chosen], means, strict=True))
+                counts = share != 0 and judged.samples > 0
+                means.add(judged, counts)
+                overall.add(judged, counts)
+    found = means.result() | overall.result()
+    return {name: found[name] for name in ("loss", *chosen)}
 
 
-def _weighted(judged: Judged, metrics: Mapping[str, Metric]) -> Tensor:
-    target = judged.batch if isinstance(judged.batch, Mapping) else judged.batch[-1]
-    values = [judged.loss, *(metric(judged.output, target).double().mean() for metric in metrics.values())]
-    means = torch.stack([torch.ones((), device=judged.loss.device), *values])
-    return means.double() * judged.samples
+class _Means:
+    """Sums of the loss and of metrics, on their way to means. Metrics are asked also where nothing counts: those of
+    split outputs take all ranks that share them."""
+
+    def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
+        self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, Overall)}
+        self._world = world
+        # samples, loss, metrics
+        self._sums = torch.zeros(2 + len(self._metrics), dtype=torch.double, device=world.device)
+
+    def add(self, judged: Judged, counts: bool) -> None:
+        target = _target(judged)
+        values = [judged.loss, *(metric(judged.output, target).double().mean() for metric in self._metrics.values())]
+        means = torch.stack([torch.ones((), device=judged.loss.device), *values])
+        if counts:
+            self._sums += means.double() * judged.samples
+
+    def result(self) -> dict[str, float]:
+        if self._world.size > 1:
+            dist.all_reduce(self._sums)
+        if not self._sums[0]:
+            raise DataError("there is nothing to evaluate: no rank got a sample")
+        return dict(zip(["loss", *self._metrics], (self._sums[1:] / self._sums[0]).tolist(), strict=True))
+
+
+class _AtOnce:
+    """What metrics of all samples have kept of them so far."""
+
+    def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
+        self._metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, Overall)}
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in self._metrics}
+        self._world = world
+
+    def add(self, judged: Judged, counts: bool) -> None:
+        for name, metric in self._metrics.items():
+            rows = metric.keep(judged.output, _target(judged))
+            if counts:
+                self._kept[name].append(rows.double())
+
+    def result(self) -> dict[str, float]:
+        return {name: metric.judge(_together(self._kept[name], self._world)) for name, metric in self._metrics.items()}
+
+
+def _target(judged: Judged) -> Any:
+    return judged.batch if isinstance(judged.batch, Mapping) else judged.batch[-1]
+
+
+def _together(parts: list[Tensor], world: World) -> Tensor:
+    """The rows of all ranks, of which some may have none."""
+    own = torch.cat(parts) if parts else torch.empty(0, 0, dtype=torch.double, device=world.device)
+    if world.size == 1:
+        return own
+    shapes = all_gather(torch.tensor(own.shape, device=world.device))
+    most, width = shapes.amax(0).tolist()
+    room = own.new_zeros(most, width)
+    room[: len(own), : own.shape[1]] = own
+    return torch.cat([rows[:count] for rows, count in zip(all_gather(room), shapes[:, 0].tolist(), strict=True)])
 
 
 def resolve(metrics: Mapping[str, Metric | str] | Sequence[str]) -> dict[str, Metric]:
-    """Metrics by name: a dict of functions, or a list of names of ours."""
+    """Metrics by name: a dict of metrics and names of ours, or a list of names."""
     named: dict[str, Metric | str] = dict(metrics) if isinstance(metrics, Mapping) else {m: m for m in metrics}
     return {name: _ours(metric) if isinstance(metric, str) else metric for name, metric in named.items()}
 
