@@ -74,6 +74,7 @@ class Engine:
         self.served = served  #: parameter servers' part, where tables or parameters live there
         self.schedulers = schedulers
         self.steps = 0  #: updates so far, those that an overflow skipped included
+        self.total_steps: int | None = None  #: for the console, where the loop ends before its epochs do
         self.optimizers = dict(optimizers)  #: what takes the steps
         self._groups: Groups | None = groups  # None when closed
         self._given, self._judged_by = optimizers, loss  # what the user made, and schedules drive
@@ -541,6 +542,8 @@ class Engine:
         yield
 
     def _total_steps(self) -> int | None:
+        if self.total_steps is not None:
+            return self.total_steps
         total = self._loader.total_steps if self._loader else None
         return total // self.plan.gradient_merge if total else None
 

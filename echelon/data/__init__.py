@@ -1,8 +1,21 @@
-"""Data on its way to a rank: shares, order, uneven ends, padding and buckets, cache, prefetch, resume."""
+"""Data on its way to a rank: download, shares, order, uneven ends, padding and buckets, cache, prefetch, resume."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from echelon.data.ctr import CtrFiles
 from echelon.data.files import FileList
 from echelon.data.loader import Loader
 from echelon.data.padding import pad_collate
+from echelon.data.repeated import Repeated, RepeatedStream
 
-__all__ = ["CtrFiles", "FileList", "Loader", "pad_collate"]
+if TYPE_CHECKING:
+    from echelon.data.download import Downloader
+
+__all__ = ["CtrFiles", "Downloader", "FileList", "Loader", "Repeated", "RepeatedStream", "pad_collate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Downloader":  # brought in when asked for: most jobs have their data
+        raise AttributeError(f"module 'echelon.data' has no attribute '{name}'")
+    return importlib.import_module("echelon.data.download").Downloader

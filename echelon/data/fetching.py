@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from echelon.data.source import Source
+from echelon.data.source import Piece, Source
 from echelon.errors import DataError
 
 
@@ -30,7 +31,7 @@ class Fetching:
     def answers(self, requests: Iterator[Any]) -> Iterator[Any]:
         """One answer for each request, until the first that is None."""
         if self._loader is None:
-            yield from takewhile(_is_answer, map(self._source.fetch, requests))
+            yield from takewhile(_is_answer, (timed(self._source, request) for request in requests))
             return
         self._requests.pending = requests
         failure: Failure | None = None
@@ -76,9 +77,16 @@ class _Answers(Dataset[Any]):
 
     def __getitem__(self, request: Any) -> Any:
         try:
-            return self._source.fetch(request)
+            return timed(self._source, request)
         except DataError as error:
             return Failure(str(error))
+
+
+def timed(source: Source, request: Any) -> Any:
+    """The answer, with the time it took."""
+    begin = time.perf_counter()
+    answer = source.fetch(request)
+    return answer._replace(seconds=time.perf_counter() - begin) if isinstance(answer, Piece) else answer
 
 
 def _is_answer(answer: Any) -> bool:

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.fetching import Fetching
 from echelon.data.mapped import Columns, MapSource, TensorSource
 from echelon.data.options import Lengths, LoaderOptions, Uneven
+from echelon.data.repeated import Repeated
 from echelon.data.sharded import Agreement, ShardSource, is_sharded
 from echelon.data.source import Piece, Source, UnknownLength, is_stream, kind_name
 from echelon.data.stream import StreamSource
@@ -90,6 +92,7 @@ class Loader:
         self._iteration = 0
         self._wanted_epochs: int | None = None
         self._real, self._room = 0, 0
+        self._samples, self._work = 0, 0.0
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch: what is left of it after ``load_state_dict``, else all of it.
@@ -159,6 +162,21 @@ class Loader:
         """Part of the padded sequences' elements that were padding, on this rank so far; 0 without ``lengths``."""
         return 1 - self._real / self._room if self._room else 0.0
 
+    @property
+    def workers(self) -> int:
+        """Processes that read ahead (threads, where data is read in blocks); 0: it is read when it is asked for."""
+        return self._options.workers
+
+    @property
+    def possible_rate(self) -> float | None:
+        """Samples a second that could be read for this rank, from the time that reading those so far has taken.
+
+        None where that is not known: before the first batch, and for data that threads read in blocks.
+        """
+        if not self._work or isinstance(self._source, BlockSource):
+            return None
+        return self._samples / self._work * max(self.workers, 1)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: plain numbers, ready for JSON."""
         return to_state(self._cursor, self._order_facts())
@@ -202,6 +220,8 @@ class Loader:
         self._cursor.advance(piece.taken)
         self._real += piece.real
         self._room += piece.room
+        self._samples += piece.share
+        self._work += piece.seconds
         if self._on_share is not None:
             self._on_share(piece.share)
 
@@ -234,12 +254,14 @@ def open_source(dataset: Any, options: LoaderOptions) -> Source:
             f"a {kind_name(dataset)} can be read only once, and every epoch reads the data again; "
             "pass a list, or an object whose __iter__ starts anew"
         )
-    if type(dataset) is TensorDataset:
-        return _open_columns(Columns(dataset.tensors), options)
-    if isinstance(dataset, tuple) and dataset and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
-        return _open_columns(Columns(dataset), options)
+    repeated = dataset if isinstance(dataset, Repeated) else None
+    columns = columns_of(repeated.dataset if repeated else dataset)
+    if columns:
+        return _open_columns(Columns(columns, repeated), options)
     if is_blocked(dataset):
         return BlockSource(dataset, options)
+    if makes_batches(dataset, options):
+        return BatchedSource(dataset, options)
     mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if mapped:
         return MapSource(dataset, len(dataset), options)
@@ -250,6 +272,15 @@ def open_source(dataset: Any, options: LoaderOptions) -> Source:
     raise DataError(
         f"{kind_name(dataset)} is no data set: it needs __len__ and __getitem__, or __iter__, or shard(index, count)"
     )
+
+
+def columns_of(dataset: Any) -> tuple[Any, ...]:
+    """The tensors or arrays that a data set consists of; none where it is something else."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    if isinstance(dataset, tuple) and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
+        return dataset
+    return ()
 
 
 def _open_columns(columns: Columns, options: LoaderOptions) -> Source:

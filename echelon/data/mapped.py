@@ -14,6 +14,7 @@ from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor
 from echelon.data.options import LoaderOptions
 from echelon.data.order import BucketedOrder, EpochOrder, Indices, permutation
+from echelon.data.repeated import Repeated
 from echelon.data.seeding import Use, apart, chain, mix, numpy_stream, seed_all
 from echelon.data.source import Piece, seen_lengths, too_few
 from echelon.errors import DataError
@@ -137,34 +138,48 @@ class TensorSource(MapSource):
 
     def __init__(self, columns: Columns, options: LoaderOptions) -> None:
         super().__init__(columns, len(columns), options)
-        self._columns = columns.arrays
+        self._columns, self._rows = columns.arrays, columns.rows
 
     def _gather(self, request: Pick) -> Any:
-        rows = torch.from_numpy(request.indices)  # index_select copies row by row, twice as quick as indexing
+        rows = self._rows(request.indices)
         return [
-            column.index_select(0, rows.to(column.device))
-            if isinstance(column, torch.Tensor)
-            else torch.from_numpy(column[request.indices])
+            _selected(column, rows) if isinstance(column, torch.Tensor) else torch.from_numpy(column[rows])
             for column in self._columns
         ]
 
 
-class Columns:
-    """Tensors and arrays of equal length, read row by row."""
+def _selected(column: torch.Tensor, rows: Indices) -> torch.Tensor:
+    """index_select copies row by row, twice as quick as indexing."""
+    where = torch.from_numpy(rows)
+    if column.is_cuda:  # from pinned memory: any other copy would make the host wait until the GPU has nothing to do
+        where = where.pin_memory().to(column.device, non_blocking=True)
+    return column.index_select(0, where)
 
-    def __init__(self, arrays: Sequence[Any]) -> None:
+
+class Columns:
+    """Tensors and arrays of equal length, read row by row.
+
+    repeated: which rows the samples are, and how many samples, where they are not simply all rows
+    """
+
+    def __init__(self, arrays: Sequence[Any], repeated: Repeated | None = None) -> None:
         lengths = [len(array) for array in arrays]
         if len(set(lengths)) > 1:
             raise DataError(
                 f"the tensors of one data set differ in length: {lengths}; each needs a row for every sample"
             )
         self.arrays = tuple(arrays)
+        self._repeated = repeated
 
     def __len__(self) -> int:
-        return len(self.arrays[0])
+        return len(self.arrays[0]) if self._repeated is None else len(self._repeated)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return tuple(array[index] for array in self.arrays)
+        row = int(self.rows(np.array(index)))
+        return tuple(array[row] for array in self.arrays)
+
+    def rows(self, indices: Indices) -> Indices:
+        return indices if self._repeated is None else self._repeated.rows(indices)
 
 
 def _known_lengths(options: LoaderOptions, size: int) -> Indices | None:

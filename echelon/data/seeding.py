@@ -13,6 +13,9 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Seeds = NDArray[np.uint64]
 
 _64_BITS = 2**64 - 1
 
@@ -45,6 +48,15 @@ def chain(state: int, part: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return z ^ (z >> 31)
+
+
+def chain_each(state: int | Seeds, parts: NDArray[np.int64]) -> Seeds:
+    """``chain`` for whole arrays, which stretch to each other."""
+    steps = parts.astype(np.uint64) + np.uint64(1)
+    z: Seeds = np.asarray(state, np.uint64) + np.uint64(0x9E3779B97F4A7C15) * steps
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def numpy_stream(*parts: int) -> np.random.RandomState:

@@ -26,6 +26,8 @@ class Piece(NamedTuple):
     #: sequence elements in it, and the room they take when padded
     real: int = 0
     room: int = 0
+    #: that reading it took, in the process that did
+    seconds: float = 0.0
 
 
 class Source(Protocol):

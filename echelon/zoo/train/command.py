@@ -9,6 +9,7 @@ from itertools import groupby
 from echelon.strategy import Strategy
 from echelon.zoo.entry import Setting
 from echelon.zoo.train.launcher import launch_module, launcher_options
+from echelon.zoo.train.output import forget, output_directory
 from echelon.zoo.train.parameters import PARAMETERS
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.words import STRATEGY_OPTIONS, sort_words
@@ -24,6 +25,9 @@ def train_words(words: Sequence[str]) -> int:
     sorted_words = sort_words(words, launcher_options())
     resolved = resolve(sorted_words)
     Strategy.from_dict(resolved.strategy)  # a strategy that does not fit together is refused here, and not by each rank
+    if resolved["fresh"]:
+        forget(output_directory(resolved))
+        sorted_words.run["fresh"] = "false"
     return launch_module(MODULE, sorted_words.again(), resolved.launch)
 
 

@@ -7,7 +7,6 @@ is the command without its launcher: one process, or a rank of torchrun's, srun'
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,16 +17,18 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.data import Loader
+from echelon.errors import UsageError
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.hooks import Hooks
 from echelon.zoo.train.input import Waiting, loader_options, train_part
 from echelon.zoo.train.marking import mark
 from echelon.zoo.train.optimizers import make_optimizer
+from echelon.zoo.train.output import forget, output_directory
 from echelon.zoo.train.rates import make_schedule, stretch
 from echelon.zoo.train.report import final_line, resolved_lines
 from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
-from echelon.zoo.train.restore import read_weights, restore, sizes
+from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, sizes
 from echelon.zoo.train.statistics import show, statistics
 from echelon.zoo.train.stopwatch import Stopwatch
 from echelon.zoo.train.strategies import make_strategy
@@ -40,13 +41,14 @@ class Run:
     def __init__(self, resolved: Resolved) -> None:
         self.results: dict[str, Any] = {}  #: what the last line says, beside the usual
         self._reason: str | None = None
-        self.directory = _directory(resolved)
-        self._forget_earlier(resolved["fresh"])
+        self.directory = output_directory(resolved)
         self._resolve(resolved)
         self._hooks = Hooks(self.request)
         self._build()
         self.loader = self._load()
-        self._stopwatch = Stopwatch(self.engine.world.device, self.total_steps)
+        stretch(self._schedule, self.request, self.total_steps, self._steps_per_epoch())
+        total = self.engine.total_steps = self.total_steps
+        self._stopwatch = Stopwatch(self.engine.world.device, total)
         self._loss: Tensor | None = None
 
     # ---- what hooks use ----
@@ -58,7 +60,7 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """Steps in all, where that is known: of all epochs, or until it stops."""
-        limit: int | None = self.request["stop_at_step"] or None
+        limit: int | None = self.request["stop_at_step"] or None if self._hooks.stops_at_step else None
         whole = self.loader.total_steps
         return min(limit, whole) if limit and whole else limit or whole
 
@@ -123,17 +125,10 @@ class Run:
             "steps": self.steps,
             "checkpoint": str(saved),
             "metrics": str(self.directory / "metrics.jsonl"),
-            **self.results,
+            **{name: value for name, value in self.results.items() if name != "evaluations"},  # they have a file
         }
 
     # ---- building ----
-
-    def _forget_earlier(self, wanted: bool) -> None:
-        if wanted and echelon.is_first_worker():
-            for name in ("checkpoints", "tensorboard", "timeline"):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-            (self.directory / "metrics.jsonl").unlink(missing_ok=True)
-        echelon.barrier()
 
     def _resolve(self, resolved: Resolved) -> None:
         """The data set is opened before the model is built, since it knows how many classes and words there are."""
@@ -175,7 +170,9 @@ class Run:
     def _restored(self, model: nn.Module) -> list[str]:
         if self.request["task_type"] != "finetune":
             return []
-        return restore(model, read_weights(self.request)).lines()
+        weights = read_weights(self.request)
+        check_vocabulary(model, weights, self.request)
+        return restore(model, weights).lines()
 
     def _announce(self) -> None:
         """Said before the engine is made: it goes on from a checkpoint, and says so after this."""
@@ -184,13 +181,12 @@ class Run:
         for line in (*resolved_lines(self.resolved), f"  data: {self.data.about}"):
             print(f"echelon: {line}", flush=True)
         if self.request["print_model_statistics"]:
-            sample = torch.utils.data.default_collate([self.data.train[0], self.data.train[0]])
-            print(show(statistics(self.model, sample)), flush=True)
+            batch = next(iter(Loader(self.data.train, batch_size=2, shuffle=False, **self.data.loader)))
+            found = statistics(self.model, batch, self.request["optimizer"], self.request["batch_size"])
+            print(show(found), flush=True)
 
     def _checkpoint(self) -> echelon.Checkpoint:
-        return self._hooks.checkpoint(
-            dir=str(self.directory / "checkpoints"), keep=self.request["keep_checkpoint_max"]
-        )
+        return self._hooks.checkpoint(dir=str(self.directory / "checkpoints"), keep=self.request["keep_checkpoint_max"])
 
     def _log(self) -> echelon.Log:
         return self._hooks.log(
@@ -204,12 +200,12 @@ class Run:
         options = loader_options(request, self.data, place.local_world_size)
         loader = self.engine.loader(train_part(request, self.data), batch_size=request["batch_size"], **options)
         self._waiting = Waiting()
-        loader.epochs(request["num_epochs"])
-        whole = loader.total_steps
-        limit: int | None = request["stop_at_step"] or None
-        total = min(limit, whole) if limit and whole else limit or whole
-        stretch(self._schedule, request, total, whole and whole // request["num_epochs"])
+        loader.epochs(request["num_epochs"])  # so that it knows how many steps there are
         return loader
+
+    def _steps_per_epoch(self) -> int | None:
+        whole = self.loader.total_steps
+        return None if whole is None else whole // int(self.request["num_epochs"])
 
 
 def _arriving(arrive: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[nn.Module, Any], Any]:
@@ -219,13 +215,13 @@ def _arriving(arrive: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[
     return hook
 
 
-def _directory(resolved: Resolved) -> Path:
-    return Path(resolved["output_dir"] or f"runs/{resolved.model.name.replace(':', '-')}-{resolved.dataset.name}")
-
-
 def main() -> None:
     resolved = resolve(sort_words(sys.argv[1:], {}))
-    echelon.init(seed=resolved["seed"])
+    world = echelon.init(seed=resolved["seed"])
+    if resolved["fresh"]:  # 'echelon train' has done it before it started any rank
+        if world.size > 1:
+            raise UsageError("--fresh is for 'echelon train'; under another launcher remove output_dir by hand")
+        forget(output_directory(resolved))
     Run(resolved).train()
 
 

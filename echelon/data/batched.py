@@ -1,0 +1,49 @@
+"""Data that makes whole batches by itself: in memory, and quick when many samples are made at once."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from echelon.data.mapped import MapSource, Pick
+from echelon.data.options import LoaderOptions
+from echelon.data.order import Indices
+from echelon.data.repeated import Repeated
+from echelon.data.seeding import Seeds, Use, chain_each, mix
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """Also indexed sample by sample, for those who want it so."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def batch(self, indices: Indices, seeds: Seeds) -> Any:
+        """These samples as one batch. What is random in a sample comes from its seed alone, which is of the loader's
+        seed, the epoch and the sample's place in it: so it is the same for any number of ranks."""
+
+
+class BatchedSource(MapSource):
+    """One call for a batch. There is no seeding of global generators, and no collating."""
+
+    def __init__(self, dataset: Any, options: LoaderOptions) -> None:
+        super().__init__(dataset, len(dataset), options)
+        self._repeated = dataset if isinstance(dataset, Repeated) else None
+        self._batched: Batched = _inner(dataset)
+        self._calm = True
+
+    def _gather(self, request: Pick) -> Any:
+        seed = mix(self._options.seed, Use.SAMPLE, request.epoch)
+        rows = request.indices if self._repeated is None else self._repeated.rows(request.indices)
+        return self._batched.batch(rows, chain_each(seed, request.positions))
+
+
+def makes_batches(dataset: Any, options: LoaderOptions) -> bool:
+    """Not where single samples are asked for."""
+    by_sample = options.collate is not None or options.lengths is not None or options.cache
+    return isinstance(_inner(dataset), Batched) and not by_sample
+
+
+def _inner(dataset: Any) -> Any:
+    return dataset.dataset if isinstance(dataset, Repeated) else dataset

@@ -1,0 +1,63 @@
+"""A data set made longer or shorter: an epoch of as many samples as are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from echelon.data.order import Indices
+from echelon.errors import DataError
+
+
+class Repeated(Dataset[Any]):
+    """``size`` samples of an indexed data set or of tensors: all of them over and over, or every so many-th of them.
+
+    A part is taken evenly, since data sets are often sorted by class.
+    """
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        self.dataset, self._size = dataset, _at_least_one(size)
+        self._rows = len(dataset[0]) if isinstance(dataset, tuple) else len(dataset)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        row = int(self.rows(np.array(index)))
+        return tuple(column[row] for column in self.dataset) if isinstance(self.dataset, tuple) else self.dataset[row]
+
+    def rows(self, indices: Indices) -> Indices:
+        """Which samples of the data set these are."""
+        if self._size <= self._rows:
+            return indices * self._rows // self._size
+        return indices % self._rows
+
+
+class RepeatedStream(IterableDataset[Any]):
+    """The first ``size`` samples of a stream, which is begun again where it has fewer."""
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        self.dataset, self._size = dataset, _at_least_one(size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        left = self._size
+        while left:
+            before = left
+            for sample in islice(self.dataset, left):
+                left -= 1
+                yield sample
+            if left == before:
+                raise DataError("the data set is empty; check its path or filter")
+
+
+def _at_least_one(size: int) -> int:
+    if size < 1:
+        raise DataError(f"an epoch of {size} samples was asked for; it needs one at least")
+    return size

@@ -1,0 +1,135 @@
+"""``image_folder``, ``flowers``, ``imagenet``: picture files in a folder for each class."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.errors import DataError
+from echelon.zoo import registry
+from echelon.zoo.datasets.images.encoded import Catalogue, Numbers, encoded, every_tenth
+from echelon.zoo.datasets.images.folders import folder_of, refuse_unfinished
+from echelon.zoo.entry import Data, Dataset, Request
+
+PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm")
+TRAIN, TESTS = "train", ("val", "validation", "test")
+
+
+class FolderFiles:
+    """Files below a folder. Their names are one array: a million texts would be copied into every worker process."""
+
+    def __init__(self, root: Path, names: list[str]) -> None:
+        self._root = os.fsencode(root)
+        self._names = np.array([os.fsencode(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def read(self, index: int) -> bytes:
+        try:
+            with open(self._path(index), "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise DataError(f"{self.name(index)} cannot be read: {error.strerror}; was it moved or removed?") from None
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self._path(index))
+
+    def sizes(self) -> Numbers:
+        return np.array([os.stat(self._path(index)).st_size for index in range(len(self))], dtype=np.int64)
+
+    def _path(self, index: int) -> bytes:
+        return os.path.join(self._root, bytes(self._names[index]))
+
+
+def open_folder(request: Request, what: str, inside: tuple[str, ...] = ()) -> Data:
+    """inside: folders that an archive makes around the classes"""
+    root = folder_of(request, what)
+    root = next((root / name for name in inside if (root / name).is_dir()), root)
+    return encoded(request, catalogue(root, what, request.get("file_pattern")))
+
+
+def catalogue(root: Path, what: str, pattern: str | None) -> Catalogue:
+    """train/ and val/ where they are there; else each tenth picture of a class is for tests."""
+    train = root / TRAIN if (root / TRAIN).is_dir() else root
+    test = next((root / name for name in TESTS if (root / name).is_dir()), None) if train != root else None
+    classes = _classes(train, what)
+    names, labels = _files(root, train, classes, what, pattern)
+    if test is None:
+        is_test = every_tenth(labels)
+    else:
+        more, their_labels = _files(root, test, _same_classes(test, classes, what), what, pattern)
+        is_test = np.repeat([False, True], [len(names), len(more)])
+        names, labels = names + more, np.concatenate([labels, their_labels])
+    return _as_catalogue(FolderFiles(root, names), labels, is_test, len(classes), root, test)
+
+
+def _as_catalogue(
+    store: FolderFiles, labels: Numbers, is_test: NDArray[np.bool_], classes: int, root: Path, test: Path | None
+) -> Catalogue:
+    train, tests = np.flatnonzero(~is_test), np.flatnonzero(is_test)
+    how = f"those of {test.name}/" if test else "each tenth of a class"
+    about = f"{len(train):,} images in {classes:,} classes of {root}, {len(tests):,} to test on ({how})"
+    return Catalogue(store=store, labels=labels, train=train, test=tests, classes=classes, about=about)
+
+
+def _classes(folder: Path, what: str) -> dict[str, int]:
+    """By name, numbered in the order of the names."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise DataError(f"{what}: {folder} has no folders; pictures belong in {folder}/CLASS/, a folder for each class")
+    return {name: number for number, name in enumerate(names)}
+
+
+def _same_classes(folder: Path, classes: dict[str, int], what: str) -> dict[str, int]:
+    found = _classes(folder, what)
+    for name in found:
+        if name not in classes:
+            raise DataError(f"{what}: {folder / name} is a class that {TRAIN}/ does not have; remove or add it")
+    return {name: classes[name] for name in found}
+
+
+def _files(
+    root: Path, folder: Path, classes: dict[str, int], what: str, pattern: str | None
+) -> tuple[list[str], Numbers]:
+    """Paths below ``root`` in order, and their labels."""
+    names: list[str] = []
+    labels: list[int] = []
+    for name, label in classes.items():
+        found = _pictures(folder / name, pattern)
+        if not found:
+            asked = f" that fit '{pattern}'" if pattern else ""
+            raise DataError(f"{what}: class folder {folder / name} has no pictures{asked}; fill it or remove it")
+        start = (folder / name).relative_to(root)
+        names += [str(start / file) for file in found]
+        labels += [label] * len(found)
+    return names, np.array(labels, dtype=np.int64)
+
+
+def _pictures(folder: Path, pattern: str | None) -> list[str]:
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    refuse_unfinished(folder, names)
+    if pattern is not None:
+        return fnmatch.filter(names, pattern)
+    return [name for name in names if name.lower().endswith(PICTURES)]
+
+
+for _name, _about, _inside in (
+    ("image_folder", "pictures in a folder for each class, with train/ and val/ above them or not", ()),
+    ("flowers", "flower_photos: 3,670 pictures of 5 kinds, a folder for each", ("flower_photos",)),
+    ("imagenet", "ILSVRC 2012: train/CLASS/*.JPEG and val/CLASS/*.JPEG", ()),
+):
+    registry.add(
+        Dataset(
+            name=_name,
+            open=partial(open_folder, what=_name, inside=_inside),
+            tasks=("classify_images",),
+            about=_about,
+        )
+    )

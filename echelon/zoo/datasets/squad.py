@@ -1,0 +1,149 @@
+"""``squad``: questions whose answer is a piece of a text (Rajpurkar et al. 2016), as the JSON of SQuAD 1.1 and 2.0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from echelon.errors import DataError, UsageError
+from echelon.zoo import registry
+from echelon.zoo.datasets.tokens.files import find_part, folder, need_part, read_json
+from echelon.zoo.datasets.tokens.rows import LabelledRows, Rows
+from echelon.zoo.datasets.tokens.sizes import row_length
+from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, WordPiece, vocabulary_for
+from echelon.zoo.entry import Data, Dataset, Request, Setting
+
+WHAT = "train-*.json (and dev-*.json) of SQuAD"
+
+
+class Question(NamedTuple):
+    """begin, stop: the answer's characters in the context; both 0 where it has none."""
+
+    text: str
+    begin: int
+    stop: int
+
+
+class Paragraph(NamedTuple):
+    context: str
+    questions: list[Question]
+
+
+def open_squad(request: Request) -> Data:
+    train = _read(_train_files(request))
+    test = _read(find_part(request, ["dev-*.json", "dev*.json"], WHAT) if folder(request, WHAT).is_dir() else [])
+    texts = [text for one in train for text in (one.context, *(question.text for question in one.questions))]
+    vocabulary = vocabulary_for(request, texts)
+    rows = Windows(vocabulary, request).of(train)
+    questions = sum(len(one.questions) for one in train)
+    return Data(
+        train=rows,
+        test=Windows(vocabulary, request).of(test) if test else None,
+        facts={"vocab_size": vocabulary.size},
+        about=f"{len(rows)} windows of {questions} questions about {len(train)} paragraphs",
+    )
+
+
+class Windows:
+    """Cuts long contexts into overlapping windows. Where a window does not have the answer, it is at [CLS]: (0, 0)."""
+
+    def __init__(self, vocabulary: WordPiece, request: Request) -> None:
+        self._vocabulary, self._length = vocabulary, row_length(request)
+        self._stride = int(request.get("doc_stride", 128))
+        self._question = min(int(request.get("max_query_length", 64)), (self._length - 3) // 2)
+        if self._stride < 1 or self._question < 1:
+            raise UsageError("--doc_stride and --max_query_length must be 1 or more")
+        self._tokens: list[int] = []
+        self._spans: list[tuple[int, int, int, int]] = []
+        self._targets: list[tuple[int, int]] = []
+
+    def of(self, paragraphs: list[Paragraph]) -> LabelledRows:
+        for paragraph in paragraphs:
+            self._add(paragraph)
+        tokens, spans = np.array(self._tokens, np.int32), np.array(self._spans, np.int64).reshape(-1, 4)
+        rows = Rows(tokens, spans, self._length, self._vocabulary.signs)
+        return LabelledRows(rows, np.array(self._targets, np.int64).reshape(-1, 2))
+
+    def _add(self, paragraph: Paragraph) -> None:
+        tokens, places = self._vocabulary.encode_with_places(paragraph.context)
+        context = len(self._tokens)
+        self._tokens += tokens
+        for question in paragraph.questions:
+            asked = self._vocabulary.encode_with_places(question.text)[0][: self._question]
+            begin = len(self._tokens)
+            self._tokens += asked
+            room = self._length - 3 - len(asked)
+            answer = _answer(question, places)
+            for at in window_starts(len(tokens), room, self._stride):
+                size = min(room, len(tokens) - at)
+                self._spans.append((begin, len(asked), context + at, size))
+                self._targets.append(_inside(answer, at, size, len(asked) + 2))
+
+
+def window_starts(length: int, room: int, stride: int) -> list[int]:
+    """Where windows of ``room`` begin, so that together they hold all."""
+    starts = [0]
+    while starts[-1] + room < length:
+        starts.append(starts[-1] + min(stride, room))
+    return starts
+
+
+def _answer(question: Question, places: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """First and last token of the answer in the context."""
+    held = [at for at, (begin, stop) in enumerate(places) if stop > question.begin and begin < question.stop]
+    return (held[0], held[-1]) if held else None
+
+
+def _inside(answer: tuple[int, int] | None, at: int, size: int, before: int) -> tuple[int, int]:
+    if answer is None or answer[0] < at or answer[1] >= at + size:
+        return 0, 0
+    return answer[0] - at + before, answer[1] - at + before
+
+
+def _train_files(request: Request) -> list[Path]:
+    path = folder(request, WHAT)
+    given = request.get("file_pattern")
+    return [path] if path.is_file() else need_part(request, [given] if given else ["train-*.json", "train*.json"], WHAT)
+
+
+def _read(paths: list[Path]) -> list[Paragraph]:
+    paragraphs: list[Paragraph] = []
+    for path in paths:
+        found = read_json(path)
+        try:
+            paragraphs += [_paragraph(one) for article in found["data"] for one in article["paragraphs"]]
+        except (KeyError, TypeError, IndexError) as error:
+            raise DataError(f"{path} is no SQuAD file: it has no {error} where there should be one") from None
+        if not any(one.questions for one in paragraphs):
+            raise DataError(f"{path} has no questions in it; download it again")
+    return paragraphs
+
+
+def _paragraph(found: dict[str, Any]) -> Paragraph:
+    context, questions = found["context"], []
+    for one in found["qas"]:
+        if one.get("is_impossible"):
+            questions.append(Question(one["question"], 0, 0))
+            continue
+        answer = one["answers"][0]
+        begin, stop = answer["answer_start"], answer["answer_start"] + len(answer["text"])
+        if context[begin:stop] == answer["text"]:  # a few of the published ones are not where they are said to be
+            questions.append(Question(one["question"], begin, stop))
+    return Paragraph(context, questions)
+
+
+registry.add(
+    Dataset(
+        name="squad",
+        open=open_squad,
+        tasks=("answer_span",),
+        about="SQuAD 1.1 or 2.0: questions whose answer is a piece of a text",
+        settings=(
+            Setting(name="doc_stride", default=128, meaning="tokens between the windows of a long text"),
+            Setting(name="max_query_length", default=64, meaning="tokens of a question; what is longer is cut"),
+            *SETTINGS,
+        ),
+    )
+)

@@ -1,0 +1,139 @@
+"""``tar_shards``: pictures and labels in tar files, KEY.jpg beside KEY.cls, as the webdataset format has them.
+
+Each tar is looked through once, for where its pictures lie; after that any picture is read by one seek. So samples are
+shuffled as a whole, and a run can go on from anywhere with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from echelon.errors import DataError
+from echelon.zoo import registry
+from echelon.zoo.datasets.images.encoded import Catalogue, Numbers, encoded, every_tenth
+from echelon.zoo.datasets.images.folders import folder_of
+from echelon.zoo.entry import Data, Dataset, Request
+
+PICTURES = ("jpg", "jpeg", "png", "webp")
+BLOCK = 512
+
+
+@dataclass
+class Members:
+    """Pictures of one tar, by key, as (place, bytes); and labels by key."""
+
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+class TarMembers:
+    """Pictures inside of tar files."""
+
+    def __init__(self, paths: list[Path], rows: Numbers) -> None:
+        """rows: for each picture the number of its tar, its place there and its bytes"""
+        self._paths, self._rows = [str(path) for path in paths], rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> bytes:
+        number, place, size = self._rows[index].tolist()
+        try:
+            with open(self._paths[number], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, place)
+        except OSError as error:
+            raise DataError(f"{self._paths[number]} cannot be read: {error.strerror}; was it moved?") from None
+        if len(data) < size:
+            raise DataError(f"{self._paths[number]} is cut off; fetch it again")
+        return data
+
+    def name(self, index: int) -> str:
+        return f"{self._paths[self._rows[index, 0]]} (the picture at byte {self._rows[index, 1]})"
+
+    def sizes(self) -> Numbers:
+        return self._rows[:, 2]
+
+
+def open_tars(request: Request) -> Data:
+    folder, pattern = folder_of(request, "tar_shards"), request.get("file_pattern", "*.tar")
+    paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+    if not paths:
+        raise DataError(
+            f"tar_shards: {folder} has no file that fits '{pattern}'; check --dataset_dir or --file_pattern"
+        )
+    return encoded(request, catalogue(paths, folder))
+
+
+def catalogue(paths: list[Path], folder: Path) -> Catalogue:
+    """Tars with val or test in their names are for tests; where there are none, each tenth picture of a class is."""
+    found = [_members(path) for path in paths]
+    rows = [(number, *one.places[key]) for number, one in enumerate(found) for key in one.places]
+    labels = np.array([one.labels[key] for one in found for key in one.places], dtype=np.int64)
+    if not rows:
+        raise DataError(f"tar_shards: the tars of {folder} hold no pictures; KEY.jpg and KEY.cls belong in them")
+    table = np.array(rows, dtype=np.int64)
+    for_tests = np.array(["val" in path.name or "test" in path.name for path in paths])
+    is_test = for_tests[table[:, 0]] if for_tests.any() and not for_tests.all() else every_tenth(labels)
+    train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
+    classes = 1 + int(labels.max())
+    about = f"{len(train):,} images in {classes:,} classes of {len(paths)} tars in {folder}, {len(test):,} to test on"
+    return Catalogue(
+        store=TarMembers(paths, table), labels=labels, train=train, test=test, classes=classes, about=about
+    )
+
+
+def _members(path: Path) -> Members:
+    found, size = Members(), path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                _note(found, tar, member, path, size)
+            end = tar.offset
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{path} is no whole tar file ({error}); fetch it again") from None
+    _need_end(path, end, size)
+    unlabelled = next((key for key in found.places if key not in found.labels), None)
+    if unlabelled is not None:
+        raise DataError(f"{path} has a picture {unlabelled} without {unlabelled}.cls; each needs its label beside it")
+    return found
+
+
+def _note(found: Members, tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, size: int) -> None:
+    if not member.isfile():
+        return
+    if member.offset_data + member.size > size:
+        raise DataError(f"{path} is cut off inside of {member.name}; fetch it again")
+    directory, _, name = member.name.rpartition("/")
+    key, _, kind = name.partition(".")
+    key = f"{directory}/{key}" if directory else key
+    if kind.lower() in PICTURES:
+        found.places[key] = (member.offset_data, member.size)
+    elif kind == "cls":
+        content = tar.extractfile(member)
+        text = content.read().decode(errors="replace").strip() if content else ""
+        if not text.isdecimal():
+            raise DataError(f"{path}: {member.name} holds '{text[:20]}', and a label is a number from 0 on")
+        found.labels[key] = int(text)
+
+
+def _need_end(path: Path, end: int, size: int) -> None:
+    """A tar ends with a block of zeros. One that was cut between two members has none."""
+    with open(path, "rb") as file:
+        blocks = (os.pread(file.fileno(), BLOCK, place) for place in (end - BLOCK, end))
+        if size < BLOCK or not any(block == bytes(BLOCK) for block in blocks):
+            raise DataError(f"{path} is cut off: the mark of its end is missing; fetch it again")
+
+
+registry.add(
+    Dataset(
+        name="tar_shards",
+        open=open_tars,
+        tasks=("classify_images",),
+        about="pictures in tar files, KEY.jpg beside KEY.cls (webdataset); --file_pattern chooses",
+    )
+)

@@ -1,0 +1,78 @@
+"""``text``: text files for a model that says what comes next."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from echelon.errors import DataError
+from echelon.zoo import registry
+from echelon.zoo.datasets.tokens.files import find, read_text
+from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, vocabulary_for
+from echelon.zoo.entry import Data, Dataset, Request, Setting
+from echelon.zoo.tasks import IGNORED
+
+
+def open_text(request: Request) -> Data:
+    """The files in order of their names, as one text; its last part is the test."""
+    paths = find(request, "*.txt", "text files")
+    text = "".join(read_text(path) for path in paths)
+    tokens, size = _encoded(request, text)
+    cut = len(tokens) - round(len(tokens) * request.get("test_part", 0.1))
+    length = int(request.get("max_seq_length", 128))
+    if cut < 2:
+        raise DataError(
+            f"{paths[0]} has {len(tokens)} tokens of text, which is too little to train on; check the files"
+        )
+    train = windows(tokens[:cut], length)
+    return Data(
+        train=train,
+        test=windows(tokens[cut:], length) if len(tokens) - cut > 1 else None,
+        facts={"vocab_size": size},
+        about=f"{len(train[0])} windows of {length} from {cut} tokens in {len(paths)} files, {size} different ones",
+    )
+
+
+def windows(tokens: NDArray[np.int64], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token once, and what follows it. The last window is filled up with what does not count."""
+    count = -(-(len(tokens) - 1) // length)
+    seen, following = np.zeros(count * length, np.int64), np.full(count * length, IGNORED)
+    seen[: len(tokens) - 1], following[: len(tokens) - 1] = tokens[:-1], tokens[1:]
+    return torch.from_numpy(seen).view(count, length), torch.from_numpy(following).view(count, length)
+
+
+def _encoded(request: Request, text: str) -> tuple[NDArray[np.int64], int]:
+    """The tokens, and how many different ones there may be."""
+    tokenizer = request.get("tokenizer", "characters")
+    if tokenizer == "bytes":
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64), 256
+    if tokenizer == "characters":
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        known, tokens = np.unique(codes, return_inverse=True)
+        return tokens.astype(np.int64), len(known)
+    lines = [line for line in text.split("\n") if line.strip()]
+    vocabulary = vocabulary_for(request, lines)
+    return vocabulary.encode(lines).tokens.astype(np.int64), vocabulary.size
+
+
+registry.add(
+    Dataset(
+        name="text",
+        open=open_text,
+        tasks=("language_model",),
+        about="text files, to say what comes next",
+        settings=(
+            Setting(
+                name="tokenizer",
+                default="characters",
+                meaning="what a token is: a character of those in the text, a byte, or a part of a word",
+                kind=Literal["characters", "bytes", "wordpiece"],
+            ),
+            Setting(name="test_part", default=0.1, meaning="the end of the text, to evaluate"),
+            *SETTINGS,
+        ),
+    )
+)

@@ -1,0 +1,78 @@
+"""Masked words (Devlin et al. 2019): 15 % of a row's words are asked for. 80 % of these are hidden behind [MASK], 10 %
+are another word, and 10 % stay.
+
+Which ones is drawn anew in every epoch, from the sample's seed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from echelon.data.order import Indices
+from echelon.data.seeding import Seeds, chain_each
+from echelon.zoo.datasets.tokens.rows import Made, Numbers, Rows, single
+from echelon.zoo.tasks import IGNORED
+
+ASKED, HIDDEN, CHANGED = 0.15, 0.8, 0.1
+
+
+class Masked(NamedTuple):
+    """tokens [n, s] as the model sees them; the places asked for [n, p] in order, 0 where there are fewer; the words
+    that stood there [n, p], ``IGNORED`` where there are fewer."""
+
+    tokens: Numbers
+    positions: Numbers
+    labels: Numbers
+
+
+def mask_words(made: Made, seeds: Seeds, *, most: int, mask: int, others: Numbers) -> Masked:
+    """``most``: p. ``others``: the words that may stand in for another."""
+    rows, length = made.tokens.shape
+    draws = chain_each(seeds[:, None], np.arange(length + 2 * most)[None])
+    positions, asked = _choose(draws[:, :length], made.ordinary, most)
+    labels = np.take_along_axis(made.tokens, positions, 1)
+    fate = draws[:, length : length + most] / 2.0**64
+    others = others[draws[:, length + most :] % np.uint64(len(others))]
+    shown = np.where(fate < HIDDEN, mask, np.where(fate < HIDDEN + CHANGED, others, labels))
+    tokens = made.tokens.copy()
+    row = np.broadcast_to(np.arange(rows)[:, None], asked.shape)
+    tokens[row[asked], positions[asked]] = shown[asked]
+    return Masked(tokens, positions, np.where(asked, labels, IGNORED))
+
+
+def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbers, NDArray[np.bool_]]:
+    """The words with the smallest draws: their places [n, most] in order, and which of these count."""
+    rows, length = ordinary.shape
+    words = ordinary.sum(1)
+    wanted = np.clip(np.floor(words * ASKED + 0.5).astype(np.int64), np.minimum(words, 1), min(most, length))
+    places = np.full((rows, most), length)
+    nearest = np.argsort(np.where(ordinary, draws, np.uint64(2**64 - 1)), axis=1)[:, :most]
+    places[:, : nearest.shape[1]] = nearest
+    asked = np.arange(most)[None] < wanted[:, None]
+    places = np.sort(np.where(asked, places, length), axis=1)  # those that do not count are last
+    return np.where(asked, places, 0), asked
+
+
+class MaskedRows:
+    """Rows for BERT's two tasks: what ``echelon.data.batched.Batched`` asks for."""
+
+    def __init__(self, rows: Rows, follows: Numbers, *, most: int, others: Numbers) -> None:
+        self.rows, self.follows, self._most, self._others = rows, follows, most, others
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return single(self.batch(np.array([index]), np.array([random.getrandbits(64)], np.uint64)))
+
+    def batch(self, indices: Indices, seeds: Seeds) -> tuple[Any, ...]:
+        made = self.rows.make(indices)
+        masked = mask_words(made, seeds, most=self._most, mask=self.rows.signs.mask, others=self._others)
+        inputs = (masked.tokens, made.segments, made.mask, masked.positions)
+        target = (torch.from_numpy(masked.labels), torch.from_numpy(self.follows[indices]))
+        return (*map(torch.from_numpy, inputs), target)

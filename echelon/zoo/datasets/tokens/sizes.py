@@ -1,0 +1,24 @@
+"""How long rows of tokens are, as the model has it."""
+
+from __future__ import annotations
+
+from echelon.errors import UsageError
+from echelon.zoo.entry import Request
+
+LEAST_LENGTH = 8  #: of a row: three signs, and a few words
+
+
+def row_length(request: Request) -> int:
+    length = int(request.get("max_seq_length", 128))
+    if length < LEAST_LENGTH:
+        raise UsageError(f"--max_seq_length {length} leaves no room for text; give {LEAST_LENGTH} or more")
+    return length
+
+
+def row_sizes(request: Request) -> tuple[int, int]:
+    """Tokens of a row, and how many words of it are asked for at most."""
+    length = row_length(request)
+    most = int(request.get("max_predictions_per_seq", max(1, round(0.15 * length))))
+    if most < 1:
+        raise UsageError(f"--max_predictions_per_seq {most}: a row needs one masked word at least")
+    return length, most

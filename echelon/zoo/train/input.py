@@ -1,0 +1,152 @@
+"""The input parameters of ``echelon train``, as options of the loader; and how much a run has waited for its input."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.data import Loader, Repeated, RepeatedStream
+from echelon.data.batched import Batched
+from echelon.data.blocks import is_blocked
+from echelon.data.loader import columns_of
+from echelon.data.sharded import is_sharded
+from echelon.data.source import is_stream
+from echelon.errors import UsageError
+from echelon.zoo.entry import Data, Request
+
+
+def loader_options(request: Request, data: Data, ranks_on_host: int) -> dict[str, Any]:
+    """For ``engine.loader(train_part(request, data), ...)``. What the data set says itself goes before the rest.
+
+    A worker is a process that makes one batch at a time, so ``num_parallel_batches`` of a rank is also the most workers
+    it can use.
+    """
+    workers = _workers(request, data.train, ranks_on_host)
+    ahead = _positive(request, "prefetch_buffer_size", 32)
+    return {
+        "workers": workers,
+        "prefetch": max(1, ahead // max(workers, 1)),
+        "shuffle_buffer": _positive(request, "shuffle_buffer_size", 1024),
+        **data.loader,
+    }
+
+
+def train_part(request: Request, data: Data) -> Any:
+    """``data.train``, with ``num_sample_per_epoch`` samples where that is asked for."""
+    size = request.get("num_sample_per_epoch")
+    if size is None:
+        return data.train
+    if size < 1:
+        raise UsageError(f"--num_sample_per_epoch {size}: an epoch needs one sample at least")
+    if is_blocked(data.train) or is_sharded(data.train):
+        raise UsageError(
+            f"--num_sample_per_epoch {size}: this data is dealt out by the file, and an epoch is all of it; leave it "
+            "out, and use --stop_at_step"
+        )
+    if is_stream(data.train):
+        return RepeatedStream(data.train, size)
+    is_that_long = not isinstance(data.train, tuple) and len(data.train) == size
+    return data.train if is_that_long else Repeated(data.train, size)
+
+
+def _workers(request: Request, train: Any, ranks_on_host: int) -> int:
+    """None for what is in memory already, and for streams: each worker would read the whole of it."""
+    threads = _positive(request, "num_preprocessing_threads", 16)
+    batches = _positive(request, "num_parallel_batches", 8)
+    inner = train.dataset if isinstance(train, Repeated) else train
+    if columns_of(inner) or isinstance(inner, Batched) or is_stream(inner):
+        return 0
+    return min(max(min(threads, _cores()) // ranks_on_host, 1), batches)
+
+
+def _positive(request: Request, name: str, default: int) -> int:
+    value: int = request.get(name, default)
+    if value < 1:
+        raise UsageError(f"--{name} {value}: must be 1 or more")
+    return value
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Waiting:
+    """How long the loop over a loader stands still until a batch is there.
+
+    The first batch of all is left out: workers start then. On a GPU the host runs ahead, so the GPU has stood still for
+    at most as long.
+    """
+
+    def __init__(self) -> None:
+        self._waited, self._total = 0.0, 0.0
+        self._loader: Loader | None = None
+
+    def around(self, loader: Loader) -> Iterator[Any]:
+        """An epoch of the loader."""
+        is_first, self._loader = self._loader is None, loader
+        batches, asked = iter(loader), time.perf_counter()
+        for batch in batches:
+            got = time.perf_counter()
+            self._note(0.0 if is_first else got - asked, 0.0 if is_first else got - asked)
+            is_first = False
+            yield batch
+            asked = time.perf_counter()
+            self._note(0.0, asked - got)
+
+    @property
+    def share(self) -> float:
+        """Part of the time so far."""
+        return self._waited / self._total if self._total else 0.0
+
+    def line(self, speed: float, unit: str) -> str:
+        """``speed``: examples a second of all ranks, as they were trained."""
+        if self._loader is None:
+            return "input: nothing was read"
+        waited = f"waited {self.share:.1%} of the time"
+        rate, workers = self._loader.possible_rate, self._loader.workers
+        if rate is None:
+            return f"input: {speed:,.0f} {unit}/s trained, {waited}"
+        possible = rate * self._loader.global_batch / self._loader.batch_size  # all ranks are taken to be like this one
+        return f"input: {possible:,.0f} {unit}/s possible ({_workers_said(workers)}), {waited}"
+
+    def _note(self, waited: float, passed: float) -> None:
+        self._waited += waited
+        self._total += passed
+
+
+def _workers_said(workers: int) -> str:
+    return f"{workers} worker{'s' if workers > 1 else ''} a rank" if workers else "no workers"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """examples: read in ``seconds``, with nothing else to do"""
+
+    examples: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.examples / self.seconds
+
+
+def measure_input(loader: Loader, seconds: float) -> Measured:
+    """How quick the input alone is: batches of this rank, thrown away.
+
+    Each worker's first batch is not counted (processes start, files are opened). What was read ahead in that time comes
+    too soon: measure for many times as long as a batch takes.
+    """
+    left, examples, begin, now = max(loader.workers, 1), 0, 0.0, 0.0
+    while True:
+        for batch in loader:
+            now = time.perf_counter()
+            if left:
+                left -= 1
+                begin = now
+                continue
+            examples += len(batch[-1])
+            if now - begin >= seconds:
+                return Measured(examples, now - begin)

@@ -1,0 +1,21 @@
+"""The folder that a run leaves its checkpoints, metrics and timelines in."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from echelon.zoo.train.hooks.evaluation import FILE as EVALUATIONS
+from echelon.zoo.train.resolve import Resolved
+
+
+def output_directory(resolved: Resolved) -> Path:
+    return Path(resolved["output_dir"] or f"runs/{resolved.model.name.replace(':', '-')}-{resolved.dataset.name}")
+
+
+def forget(directory: Path) -> None:
+    """Remove what an earlier run left there, and nothing else."""
+    for name in ("checkpoints", "tensorboard", "timeline"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in ("metrics.jsonl", EVALUATIONS):
+        (directory / name).unlink(missing_ok=True)
