@@ -431,6 +431,7 @@ class Engine:
         stepped = [self._given[key] for key in optimizers]
         for scheduler in self.schedulers:
             if scheduler.optimizer in stepped:
+                scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where servers do it
                 scheduler.step()
 
     def _tell(self, news: str | None) -> None:

@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
-from echelon.strategy import Strategy
 from echelon.zoo.entry import Setting
 from echelon.zoo.train.launcher import launch_module, launcher_options
 from echelon.zoo.train.output import forget, output_directory
 from echelon.zoo.train.parameters import PARAMETERS
 from echelon.zoo.train.resolve import resolve
+from echelon.zoo.train.strategies import asked_strategy
 from echelon.zoo.train.words import STRATEGY_OPTIONS, sort_words
 
 MODULE = "echelon.zoo.train.run"
@@ -24,7 +24,7 @@ def train_words(words: Sequence[str]) -> int:
         return 0
     sorted_words = sort_words(words, launcher_options())
     resolved = resolve(sorted_words)
-    Strategy.from_dict(resolved.strategy)  # a strategy that does not fit together is refused here, and not by each rank
+    asked_strategy(resolved)  # what does not fit together is refused here, and not by each rank
     if resolved["fresh"]:
         forget(output_directory(resolved))
         sorted_words.run["fresh"] = "false"

@@ -27,8 +27,5 @@ def launcher_options() -> dict[str, bool]:
 def launch_module(module: str, args: list[str], options: Mapping[str, str | bool]) -> int:
     """As ``echelon run [options] -m module args``."""
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
-    try:
-        run_command().main(args=[*words, "-m", module, *args], prog_name="echelon train", standalone_mode=False)
-    except typer.Exit as end:
-        return int(end.exit_code)
-    return 0
+    status = run_command().main(args=[*words, "-m", module, *args], prog_name="echelon train", standalone_mode=False)
+    return int(status or 0)

@@ -66,6 +66,10 @@ class Resolved:
     def _pair(self) -> str:
         return f"{self.model.name} on '{self.dataset.name}'"
 
+    def with_value(self, name: str, value: Any) -> Resolved:
+        """The same, with what a parameter has turned out to mean."""
+        return replace(self, values={**self.values, name: Value(value, self.values[name].origin)})
+
     def told(self, data: Data) -> Resolved:
         """With what the data set says of itself. It never overrules the user: what differs is an error."""
         values = dict(self.values)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.data import Loader
+from echelon.data.download import local
 from echelon.errors import UsageError
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import TASKS, loss_of
@@ -133,6 +134,8 @@ class Run:
     def _resolve(self, resolved: Resolved) -> None:
         """The data set is opened before the model is built, since it knows how many classes and words there are."""
         resolved = with_sizes(resolved, sizes(resolved.request), str(resolved["model_config_file_name"]))
+        if "://" in (resolved["dataset_dir"] or ""):
+            resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
         self.data: Data = resolved.dataset.open(resolved.request)
         self.resolved = resolved.told(self.data)
         self.request: Request = self.resolved.request

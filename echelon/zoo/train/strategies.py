@@ -8,20 +8,42 @@ from typing import Any
 import torch
 
 from echelon.errors import UsageError
-from echelon.strategy import Strategy
+from echelon.strategy import Shard, Strategy
 from echelon.zoo.train.resolve import Resolved
 
 
-def make_strategy(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
-    """The strategy, and what is to be said about it."""
-    values, notices = dict(resolved.strategy), list[str]()
+def asked_strategy(resolved: Resolved) -> Strategy:
+    """What the user asks for, refused where it does not fit together."""
+    asked = Strategy.from_dict(_values(resolved))
+    shard = asked.part(Shard)
+    cutting = {
+        "--stages": resolved["stages"] > 1,
+        "--split": resolved["split"],
+        "--marks": resolved["marks"],
+        "--auto": asked.auto,
+        "--shard 3": shard and shard.level == 3,
+    }
+    named = next((flag for flag, is_on in cutting.items() if is_on), None)
+    if resolved["compile"] and named:  # what is compiled is one piece: its layers cannot be told apart any more
+        raise UsageError(f"--compile does not go with {named}, which takes the model apart; leave one of them out")
+    return asked
+
+
+def _values(resolved: Resolved) -> dict[str, Any]:
+    values = dict(resolved.strategy)
     if resolved["max_gradient_norm"] is not None:
         if "clip" in values:
             raise UsageError("--max_gradient_norm and --clip are one thing; give one of them")
         values["clip"] = resolved["max_gradient_norm"]
     if values.get("recompute") is True and resolved.model.recompute:
         values["recompute"] = {"checkpoints": list(resolved.model.recompute)}
-    asked = Strategy.from_dict(values)
+    return values
+
+
+def make_strategy(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
+    """The strategy, and what is to be said about it."""
+    values, notices = _values(resolved), list[str]()
+    asked = asked_strategy(resolved)
     if not resolved["use_fp16"] or "amp" in values:
         return asked, notices
     if device.type != "cuda":

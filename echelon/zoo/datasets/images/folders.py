@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echelon.data.download import local
 from echelon.errors import DataError
 from echelon.zoo.entry import Request
 
@@ -16,7 +15,7 @@ def folder_of(request: Request, what: str) -> Path:
     name = request.get("dataset_dir")
     if name is None:
         raise DataError(f"{what} is read from a folder, and none was given; say where it is with --dataset_dir")
-    folder = local(name)
+    folder = Path(name).expanduser()
     if not folder.exists():
         raise DataError(f"{what}: there is no folder {folder}; check --dataset_dir")
     if not folder.is_dir():
