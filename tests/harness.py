@@ -29,6 +29,7 @@ context.set_forkserver_preload(
         *("torch", "numpy", "pytest", "echelon", "echelon.engine", "torch.distributed"),
         *("echelon.ps.serve", "echelon.ps.served"),
         "torch.fx.experimental.symbolic_shapes",  # 2 s, which the first backward() with a gradient takes on each rank
+        "torch._dynamo",  # 1 s, which the first optimizer takes on each rank
     ]
 )
 

@@ -17,7 +17,7 @@ import torch
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
-from launch.command import echelon
+from launch.command import echelon, here
 from torch import nn
 
 from echelon.errors import UsageError
@@ -616,7 +616,7 @@ def test_a_mistake_on_the_command_line_is_one_line(words: str) -> None:
 
 
 def test_the_command_itself_says_it_with_exit_code_2(bad_files: Path) -> None:
-    end = echelon("explain", "bad.yaml", "--ranks", 4, cwd=bad_files)
+    end = here("explain", "bad.yaml", "--ranks", 4, cwd=bad_files)
     assert (end.code, end.out, end.err) == (2, "", f"echelon: {MISTAKES['bad.yaml']}\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -39,8 +40,8 @@ def script(name: str) -> str:
         raise UsageError(f"'{name}' is another library's model, whose code is not ours to copy; its own pages show it")
     resolved = resolve(Words(run={"model_name": name}))
     resolved = resolved.told(resolved.dataset.open(resolved.request))
-    kind, call = _construction(resolved.model, resolved.request)
-    code = Code.of(kind)
+    making = _making(resolved.model, resolved.request)
+    code = Code.of(making.roots)
     template = jinja2.Template((_HERE / "copy.py.j2").read_text(encoding="utf-8"), keep_trailing_newline=True)
     text: str = template.render(
         name=name,
@@ -49,7 +50,7 @@ def script(name: str) -> str:
         definitions="\n\n\n".join(code.definitions),
         values=_values(resolved),
         task=resolved.request.task,
-        call=call,
+        call=making.call,
     )
     return text
 
@@ -59,8 +60,29 @@ def _values(resolved: Resolved) -> str:
     return "\n".join(f"    {name!r}: {value.value!r}," for name, value in resolved.values.items())
 
 
-def _construction(entry: Model, request: Request) -> tuple[type[nn.Module], str]:
-    """The model's class, and the call that makes it, as it is written: found by watching it being made."""
+@dataclass(frozen=True)
+class Making:
+    """How a model is made: the call, as it is written, and what of which modules it needs."""
+
+    call: str
+    roots: list[tuple[str, str]]
+
+
+def _making(entry: Model, request: Request) -> Making:
+    """By its class where the arguments are plain values; else by the function of its entry."""
+    kind, call = _watched(entry, request)
+    if kind.__module__.startswith(_BLOCKS) and _is_code(call):
+        used = {node.id for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)}
+        return Making(call, [(kind.__module__, name) for name in sorted(used) if name in _globals(kind.__module__)])
+    build: Any = entry.build
+    function, constants = (build.func, build.args) if isinstance(build, functools.partial) else (build, ())
+    places = [_place(constant) for constant in constants]
+    given = ", ".join([*(name for _, name in places), "Request(VALUES, TASK)"])
+    return Making(f"{function.__name__}({given})", [*places, (function.__module__, function.__name__)])
+
+
+def _watched(entry: Model, request: Request) -> tuple[type[nn.Module], str]:
+    """The model's class, and the arguments it is made with, found by watching it being made."""
     with torch.device("meta"):
         kind = type(entry.build(request))
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -81,6 +103,28 @@ def _construction(entry: Model, request: Request) -> tuple[type[nn.Module], str]
     return kind, f"{kind.__name__}({written})"
 
 
+def _is_code(call: str) -> bool:
+    try:
+        return bool(ast.parse(call, mode="eval"))
+    except SyntaxError:  # an object that prints itself as something else
+        return False
+
+
+def _globals(module: str) -> dict[str, Any]:
+    return vars(sys.modules[module])
+
+
+def _place(constant: Any) -> tuple[str, str]:
+    """The module and the name of a constant of the zoo's models."""
+    for module in [name for name in sys.modules if name.startswith(_BLOCKS)]:
+        for name, value in _globals(module).items():
+            if value is constant:
+                return module, name
+    raise UsageError(
+        "this model is not made from named parts, and cannot be copied; its file in echelon/zoo/models can"
+    )
+
+
 @dataclass
 class Code:
     """What a class needs: definitions in the order they are written in, and imports."""
@@ -89,9 +133,10 @@ class Code:
     imports: set[str]
 
     @classmethod
-    def of(cls, kind: type[nn.Module]) -> Code:
+    def of(cls, roots: list[tuple[str, str]]) -> Code:
         found = cls([], set())
-        found._take(kind.__module__, {kind.__name__})
+        for module, name in roots:
+            found._take(module, {name})
         return found
 
     def _take(self, module: str, wanted: set[str]) -> None:
@@ -134,7 +179,7 @@ def _defines(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         yield node.name
     elif isinstance(node, ast.Assign):
-        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         yield node.target.id
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -72,6 +73,22 @@ def finish(process: subprocess.Popen[str]) -> Ended:
 
 def echelon(*words: object, cwd: Path, **env: str) -> Ended:
     return finish(start(*words, cwd=cwd, **env))
+
+
+def here(*words: object, cwd: Path) -> Ended:
+    """As ``echelon``, in this process: for what starts no other. A fresh start takes 2 s."""
+    from echelon.cli import main
+
+    before, out, err = sys.argv, io.StringIO(), io.StringIO()
+    sys.argv = ["echelon", *map(str, words)]
+    try:
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+    except SystemExit as ended:
+        return Ended(int(ended.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        sys.argv = before
+    raise AssertionError("the command returned to Python")
 
 
 def write(path: Path, text: str) -> Path:

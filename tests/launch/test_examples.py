@@ -1,25 +1,57 @@
-"""Every example does what its first lines say, on two real processes."""
+"""Every example does what its first lines say, on two real processes.
+
+One of each kind is started by the command; the others run as scripts on ranks that need no fresh start (10 s a job).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
+import harness
 from command import echelon
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
+import serving
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 WORDS = set(re.findall(r"\w+", "ROMEO JULIET NURSE FRIAR night love lord alas come heart stars dream rest"))
 
 
-def run(name: str, *args: object, cwd: Path) -> str:
-    ended = echelon("run", "--procs", 2, EXAMPLES / name, *args, cwd=cwd)
+def launched(options: list[object], name: str, *args: object, cwd: Path) -> str:
+    """What the job says that ``echelon run`` makes of an example."""
+    ended = echelon("run", *options, EXAMPLES / name, *args, cwd=cwd)
     assert ended.code == 0, ended.err
     return ended.out
 
 
+def said(name: str, args: tuple[str, ...], directory: str) -> str:
+    """What an example prints on this rank, as the script it is."""
+    os.chdir(directory)
+    sys.argv = [str(EXAMPLES / name), *args]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return out.getvalue()
+
+
+def run(name: str, *args: str, cwd: Path) -> str:
+    """What rank 0 says."""
+    return harness.run(said, name, args, str(cwd), ranks=2, timeout=110)[0]
+
+
+def served(name: str, *args: str, servers: int, cwd: Path) -> str:
+    """What worker 0 says."""
+    return serving.served(said, name, args, str(cwd), servers=servers, workers=2)[0]
+
+
 def test_digits_learns_and_says_where_everything_is(tmp_path: Path) -> None:
-    out = run("digits.py", "--epochs", 5, "--dir", tmp_path / "run", cwd=tmp_path)
+    out = launched(["--procs", 2], "digits.py", "--epochs", 5, "--dir", tmp_path / "run", cwd=tmp_path)
     found = re.search(r"accuracy on 297 unseen images: ([\d.]+)%", out)
     assert found
     assert float(found[1]) > 95
@@ -56,7 +88,7 @@ def test_strategies_learn_alike_and_send_less(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_learns_to_write(tmp_path: Path) -> None:
-    out = run("pipeline.py", "--epochs", 2, cwd=tmp_path)
+    out = run("pipeline.py", "--epochs", "2", cwd=tmp_path)
     found = re.match(r"([\d,]+) of ([\d,]+) weights on process 0; loss ([\d.]+)\n", out)
     assert found, out
     here, whole = (int(number.replace(",", "")) for number in found.groups()[:2])
@@ -82,14 +114,8 @@ def test_experts_learn_what_one_dense_layer_cannot(tmp_path: Path) -> None:
     assert found["experts"][1:] == ["8,704", "4,416"]  # half of the experts, and the whole gate
 
 
-def served(name: str, *args: object, servers: int, cwd: Path) -> str:
-    ended = echelon("run", "--servers", servers, "--workers", 2, EXAMPLES / name, *args, cwd=cwd)
-    assert ended.code == 0, ended.err
-    return ended.out
-
-
 def test_wide_and_deep_ranks_the_rich_first(tmp_path: Path) -> None:
-    out = served("wide_deep.py", "--mode", "sync", servers=1, cwd=tmp_path)
+    out = launched(["--servers", 1, "--workers", 2], "wide_deep.py", "--mode", "sync", cwd=tmp_path)
     found = re.search(r"sync: AUC ([\d.]+) on 4,000 people", out)
     assert found, out
     assert float(found[1]) > 0.93

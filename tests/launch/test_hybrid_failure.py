@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from command import Ended, echelon
+from command import Ended, echelon, here
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_all_and_is_named(spread: str, procs: int, tmp_path: 
 
 
 def weights(directory: Path) -> dict[str, Any]:
-    assert echelon("export", "final", "out.safetensors", cwd=directory).code == 0
+    assert here("export", "final", "out.safetensors", cwd=directory).code == 0
     return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}
 
 

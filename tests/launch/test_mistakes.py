@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import torch
-from command import echelon, write
+from command import echelon, here, write
 
 from echelon.environment import PADDLE_HOSTS
 from echelon.errors import UsageError
@@ -36,8 +36,13 @@ COMMANDS = {
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_command_says_it_in_one_line(tmp_path, words):
-    end = echelon(*words.split(), cwd=tmp_path)
+    end = here(*words.split(), cwd=tmp_path)
     assert (end.code, end.out, end.err.replace("SCRIPT", "script")) == (2, "", f"echelon: {COMMANDS[words]}\n")
+
+
+def test_a_process_of_its_own_says_the_same(tmp_path):
+    words = "run --procs 0 train.py"
+    assert echelon(*words.split(), cwd=tmp_path) == here(*words.split(), cwd=tmp_path)
 
 
 MISTAKES = [

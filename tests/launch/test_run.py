@@ -1,10 +1,12 @@
 """``echelon run``: what each rank finds, where its words go, and how the job ends."""
 
 import contextlib
+import io
 import json
 import os
 import pty
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import harness
 import pytest
 from command import echelon, finish, processes_with, start, until, write
 
@@ -251,13 +254,19 @@ def torchrun(script: Path) -> str:
 
 
 def by_variables(script: Path, *ranks: dict[str, str]) -> list[str]:
-    processes = [
-        subprocess.Popen([sys.executable, script], env=os.environ | env, stdout=subprocess.PIPE, text=True)
-        for env in ranks
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(ranks)
+    outputs = harness.run(told_by, script, ranks, ranks=len(ranks))
     return [line for output in outputs for line in output.splitlines()]
+
+
+def told_by(script: Path, ranks: tuple[dict[str, str], ...]) -> str:
+    """What the script says on a rank that knows its place by these variables and no others."""
+    mine = ranks[int(os.environ.get("RANK", "0"))]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(mine)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(script), run_name="__main__")
+    return out.getvalue()
 
 
 def test_the_same_script_reaches_the_same_sum_under_every_launcher(tmp_path):

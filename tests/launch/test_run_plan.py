@@ -10,7 +10,7 @@ from typing import Any
 import command
 import pytest
 import torch
-from command import echelon, processes_with, write
+from command import echelon, here, processes_with, write
 from torch import nn
 
 from echelon.planner.draft import Draft
@@ -113,7 +113,7 @@ def test_what_stands_in_the_way_of_a_plan_is_named_before_or_at_the_start(tmp_pa
         ("--plan", "plan.json", "--servers", 1, "train.py"): "--plan is for jobs without parameter servers",
     }
     for words, line in wanted.items():
-        end = echelon("run", *words, cwd=tmp_path)
+        end = here("run", *words, cwd=tmp_path)
         assert end.code == 2
         assert end.first_line.startswith(f"echelon: {line}")
         assert len(end.err.splitlines()) == 1

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import echelon
+from command import echelon, here
 from safetensors.torch import load_file
 
 TRAIN = """
@@ -53,22 +53,35 @@ def train(directory: Path, victim: int, fatal: int, *options: object) -> tuple[i
 
 
 def weights(directory: Path) -> dict[str, object]:
-    assert echelon("export", "final", "out.safetensors", cwd=directory).code == 0
+    assert here("export", "final", "out.safetensors", cwd=directory).code == 0
+    return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """The weights in the end when nobody is killed."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    code, _, err = train(directory, -1, -1)
+    assert code == 0, err
+    ended = echelon("export", "final", "out.safetensors", cwd=directory)
+    assert (ended.code, ended.err) == (0, "")
     return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}
 
 
 @pytest.mark.parametrize("victim", [1])
-def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weights(victim: int, tmp_path: Path) -> None:
-    code, _, err = train(tmp_path / "undisturbed", -1, -1)
-    assert code == 0, err
-    code, out, err = train(tmp_path / "killed", victim, 10, "--max-restarts", 1)
+def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weights(
+    victim: int, undisturbed: dict[str, object], tmp_path: Path
+) -> None:
+    code, out, err = train(tmp_path, victim, 10, "--max-restarts", 1)
     assert code == 0, err
     assert f"restarting all ranks (restart 1 of 1) because rank {victim} was killed by SIGKILL" in err
     assert re.search("resumed from .*, after step [48]$", out, re.MULTILINE), "the checkpoint before the last at worst"
-    assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
+    assert weights(tmp_path) == undisturbed
 
 
-def test_without_restarts_the_others_stop_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_without_restarts_the_others_stop_and_the_same_command_goes_on(
+    undisturbed: dict[str, object], tmp_path: Path
+) -> None:
     begin = time.monotonic()
     code, _, err = train(tmp_path, 1, 10)
     assert code == 128 + 9
@@ -77,8 +90,7 @@ def test_without_restarts_the_others_stop_and_the_same_command_goes_on(tmp_path:
     code, out, err = train(tmp_path, -1, -1)
     assert code == 0, err
     assert re.search("resumed from .*, after step [48]$", out, re.MULTILINE), "the checkpoint before the last at worst"
-    train(tmp_path / "undisturbed", -1, -1)
-    assert weights(tmp_path) == weights(tmp_path / "undisturbed")
+    assert weights(tmp_path) == undisturbed
 
 
 BAR = """

@@ -22,7 +22,11 @@ from echelon.planner.model.profile import Profile, profile
 from echelon.strategy.command import callable_at
 
 DESCRIBED = ("gpt", "bert", "llama")
-_FORMS = "write gpt:layers=12,hidden=768,heads=12,sequence=1024, file.py:callable, package.module:callable or script.py"
+ZOO = "zoo"
+_FORMS = (
+    "write gpt:layers=12,hidden=768,heads=12,sequence=1024, zoo:resnet_v1_50, file.py:callable, "
+    "package.module:callable or script.py"
+)
 #: Samples of a batch made by --input: two sizes are profiled from it, and all others lie on their line.
 SAMPLES = 8
 
@@ -46,6 +50,8 @@ def find_source(asked: Asked, cluster: Cluster) -> Source:
         if asked.batch is None:
             raise UsageError(f"--batch is missing: {kind} is only described, and comes without one; write --batch 512")
         return Source(_described(kind, rest, _device_type(cluster)))
+    if kind == ZOO:
+        return _of_the_zoo(asked, rest, cluster)
     if ":" not in asked.model:
         raise UsageError(f"MODEL '{asked.model}' is no model that is known here; {_FORMS}")
     return _called(asked, cluster)
@@ -123,6 +129,26 @@ def _dtype(text: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(text)
     return found
+
+
+# ---- of the zoo ----
+
+
+def _of_the_zoo(asked: Asked, words: str, cluster: Cluster) -> Source:
+    """``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``, with a batch of made-up data."""
+    from echelon.zoo.sample import sample
+
+    name, *settings = words.split(",")
+    values = dict(_setting(setting) for setting in settings)
+    made = sample(name, values, batch=min(asked.batch or SAMPLES, SAMPLES))
+    return Source(profile_model(made.model, made.batch, made.loss, name=name, cluster=cluster), made.model)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not value:
+        raise UsageError(f"MODEL: '{text}' is no setting; write zoo:NAME,setting=value")
+    return name, value
 
 
 # ---- made by a callable ----

@@ -189,8 +189,8 @@ def _typed(settings: Mapping[str, Setting], name: str, given: Any, model: Model,
 
 def _parsed(text: str, name: str) -> Any:
     """A number, a switch or nothing where it reads so; YAML takes 1e-3 for text."""
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
+    if text in ("True", "False", "None", "none"):
+        return {"True": True, "False": False}.get(text)
     try:
         return float(text) if "e" in text.lower() and text[:1].isdigit() else files.parse_value(text, f"--{name}")
     except (ValueError, UsageError):

@@ -125,7 +125,7 @@ class Run:
             "examples_per_s": speed,
             "steps": self.steps,
             "checkpoint": str(saved),
-            "metrics": str(self.directory / "metrics.jsonl"),
+            "metrics": str((self.directory / "metrics.jsonl").absolute()),
             **{name: value for name, value in self.results.items() if name != "evaluations"},  # they have a file
         }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from echelon.environment import PLAN
 from echelon.errors import UsageError
 from echelon.strategy import Shard, Strategy
 from echelon.zoo.train.resolve import Resolved
@@ -31,7 +33,7 @@ def asked_strategy(resolved: Resolved) -> Strategy:
 
 def _values(resolved: Resolved) -> dict[str, Any]:
     values = dict(resolved.strategy)
-    if resolved["max_gradient_norm"] is not None:
+    if resolved["max_gradient_norm"] is not None and not _is_only_advised(resolved):
         if "clip" in values:
             raise UsageError("--max_gradient_norm and --clip are one thing; give one of them")
         values["clip"] = resolved["max_gradient_norm"]
@@ -40,11 +42,22 @@ def _values(resolved: Resolved) -> dict[str, Any]:
     return values
 
 
+def _is_only_advised(resolved: Resolved) -> bool:
+    """A norm that the model advises gives way to a plan, which says all about a step."""
+    return not resolved.is_asked("max_gradient_norm") and (_plans(resolved) or "clip" in resolved.strategy)
+
+
+def _plans(resolved: Resolved) -> bool:
+    return PLAN in os.environ or resolved.strategy.get("auto") not in (None, False)
+
+
 def make_strategy(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
     """The strategy, and what is to be said about it."""
     values, notices = _values(resolved), list[str]()
     asked = asked_strategy(resolved)
-    if not resolved["use_fp16"] or "amp" in values:
+    if resolved["max_gradient_norm"] is not None and asked.clip is None:
+        notices.append(f"max_gradient_norm {resolved['max_gradient_norm']} is left out: a plan says all about a step")
+    if not resolved["use_fp16"] or "amp" in values or PLAN in os.environ:
         return asked, notices
     if device.type != "cuda":
         notices.append("use_fp16 is for GPUs and is left out on this CPU; --amp bf16 asks for 16 bits here too")

@@ -11,11 +11,12 @@ from echelon.zoo.train.hooks.hook import Hook, Run
 class StopAtStepHook(Hook):
     def begin(self, run: Run) -> None:
         self._last = steps_of(run.request, "stop_at_step")
-        self._stop_in_time(run)
+        if self._last and run.steps >= self._last:
+            run.stop(
+                f"the run in {run.directory} is at step {run.steps} already, and stop_at_step is {self._last}: there is "
+                "nothing left to train; --fresh begins anew, a larger --stop_at_step goes on"
+            )
 
     def after_step(self, run: Run, loss: Tensor) -> None:
-        self._stop_in_time(run)
-
-    def _stop_in_time(self, run: Run) -> None:
         if self._last and run.steps >= self._last:
             run.stop(f"stop_at_step is {self._last}")
