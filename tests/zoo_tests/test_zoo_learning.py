@@ -86,7 +86,7 @@ def losses(found: dict[str, Any]) -> list[float]:
 
 @needs(SHAKESPEARE)
 def test_bert_guesses_masked_parts_of_words_by_those_around(tmp_path: Path) -> None:
-    """A run this short learns which parts of words go together, and no more: the loss is 0.24 below what it is when
+    """A run this short learns which parts of words go together, and no more: the loss is 0.30 below what it is when
     only known is how often each part occurs, and three times as many guesses are right."""
     words = f"--model_name bert_tiny --dataset_name masked_lm --dataset_dir $DATA --file_pattern {SHAKESPEARE}"
     words += " --test_part 0.02 --vocab_size_to_train 160 --max_seq_length 16 --max_predictions_per_seq 2"
@@ -94,7 +94,7 @@ def test_bert_guesses_masked_parts_of_words_by_those_around(tmp_path: Path) -> N
     words += " --batch_size 128 --learning_rate 0.006 --warmup_steps 30 --stop_at_step 300"
     found = on_ranks(words, 1, tmp_path / "run")
     loss, accuracy = easy_masked(words)
-    assert found["test_loss"] < loss - 0.12
+    assert found["test_loss"] < loss - 0.2
     assert found["accuracy"] > 2 * accuracy
 
 

@@ -17,6 +17,9 @@ from harness import run
 
 from echelon.errors import UsageError
 from echelon.optim import FTRL, LAMB, LARS
+from echelon.plan import Cluster
+from echelon.planner.explain.asked import Asked
+from echelon.planner.explain.source import find_source
 from echelon.zoo import all_datasets, all_models
 from echelon.zoo.copy import script
 from echelon.zoo.entry import Request
@@ -28,6 +31,7 @@ from echelon.zoo.train.optimizers import make_optimizer
 from echelon.zoo.train.rates import make_schedule, stretch
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.strategies import asked_strategy, make_strategy
+from echelon.zoo.train.table import markdown
 from echelon.zoo.train.words import sort_words
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
@@ -151,10 +155,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_model_and_data_set_of_the_list_is_there() -> None:
     models = (
-        "lenet cifarnet alexnet vgg_11 vgg_16 vgg_19 resnet_v1_18 resnet_v1_34 resnet_v1_50 resnet_v1_101 resnet_v1_152 "
-        "resnet_v2_18 resnet_v2_34 resnet_v2_50 resnet_v2_101 resnet_v2_152 inception_v1 inception_v2 inception_v3 "
-        "inception_v4 inception_resnet_v2 mobilenet_v1 mobilenet_v2 vit bert_tiny bert_mini bert_small bert_medium "
-        "bert_base bert_large gpt t5_moe large_scale_classification wide_deep deepfm dlrm word2vec toy"
+        "lenet cifarnet alexnet vgg_11 vgg_16 vgg_19 resnet_v1_18 resnet_v1_34 resnet_v1_50 resnet_v1_101 "
+        "resnet_v1_152 resnet_v2_18 resnet_v2_34 resnet_v2_50 resnet_v2_101 resnet_v2_152 inception_v1 "
+        "inception_v2 inception_v3 inception_v4 inception_resnet_v2 mobilenet_v1 mobilenet_v2 vit bert_tiny "
+        "bert_mini bert_small bert_medium bert_base bert_large gpt t5_moe large_scale_classification wide_deep "
+        "deepfm dlrm word2vec toy"
     )
     data_sets = (
         "mock digits mnist cifar10 flowers image_folder imagenet tar_shards text squad glue masked_lm wiki criteo csv "
@@ -324,3 +329,17 @@ def test_losses_are_means_over_samples_however_the_batch_is_cut() -> None:
     assert span(logits[..., :2], ends) == pytest.approx(
         float(torch.stack([span(logits[i : i + 1, :, :2], ends[i : i + 1]) for i in range(4)]).mean()), rel=1e-6
     )
+
+
+def test_the_table_in_the_docs_is_the_commands_own() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "zoo.md").read_text(encoding="utf-8")
+    assert markdown() in page, "make it anew with: python -m echelon.zoo.train.table"
+
+
+def test_a_plan_is_found_for_a_model_of_the_zoo() -> None:
+    cluster = Cluster.parse("1x2xA100")
+    source = find_source(Asked(model="zoo:lenet,image_size=8", cluster="1x2xA100", batch=64), cluster)
+    assert source.model is not None
+    assert sum(p.numel() for p in source.model.parameters()) == 325_514
+    with pytest.raises(UsageError, match="is no setting; write zoo:NAME,setting=value"):
+        find_source(Asked(model="zoo:lenet,image_size", cluster="1x2xA100", batch=64), cluster)

@@ -13,8 +13,8 @@ class StopAtStepHook(Hook):
         self._last = steps_of(run.request, "stop_at_step")
         if self._last and run.steps >= self._last:
             run.stop(
-                f"the run in {run.directory} is at step {run.steps} already, and stop_at_step is {self._last}: there is "
-                "nothing left to train; --fresh begins anew, a larger --stop_at_step goes on"
+                f"the run in {run.directory} is at step {run.steps} already, and stop_at_step is {self._last}: nothing "
+                "is left to train; --fresh begins anew, a larger --stop_at_step goes on"
             )
 
     def after_step(self, run: Run, loss: Tensor) -> None:
