@@ -36,7 +36,7 @@ def needs(*names: str) -> pytest.MarkDecorator:
 
 
 def test_lenet_reads_digits_on_two_processes(tmp_path: Path) -> None:
-    """98.3 to 99.0 % with three seeds."""
+    """98.3 to 99.0 % with three seeds, in one process."""
     words = "--model_name lenet --dataset_name digits --image_size 8 --num_epochs 15 --stop_at_step 0"
     words += " --learning_rate_decay_factor 0.85"  # an epoch is 24 steps, and the model's own is for epochs of more
     assert train(f"{words} --procs 2 --batch_size 32", tmp_path)["accuracy"] >= 0.97
@@ -44,7 +44,7 @@ def test_lenet_reads_digits_on_two_processes(tmp_path: Path) -> None:
 
 @needs(*MNIST)
 def test_lenet_reads_mnist_on_two_processes(tmp_path: Path) -> None:
-    """98.85 and 99.1 % with two seeds."""
+    """98.85 and 99.1 % with two seeds, in one process."""
     words = "--model_name lenet --dataset_name mnist --dataset_dir $DATA --num_epochs 3 --stop_at_step 0"
     words += " --learning_rate_decay_factor 0.4"  # the model's own is for ten epochs
     assert train(f"{words} --procs 2 --batch_size 32", tmp_path)["accuracy"] >= 0.985

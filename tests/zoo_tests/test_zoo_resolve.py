@@ -38,6 +38,12 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_model(tmp_path: Path) -> N
     }
 
 
+def test_who_asks_for_epochs_does_not_mean_the_first_hundred_steps() -> None:
+    assert resolved("--model_name", "lenet")["stop_at_step"] == 100
+    assert resolved("--model_name", "lenet", "--num_epochs", "3")["stop_at_step"] == 0
+    assert resolved("--model_name", "lenet", "--num_epochs", "3", "--stop_at_step", "5")["stop_at_step"] == 5
+
+
 def test_values_are_read_as_their_types_say() -> None:
     found = resolved(
         "--model_name=lenet", "--learning_rate", "1e-2", "--fresh", "--use_fp16=False", "--warmup_steps", "7"

@@ -27,7 +27,8 @@ def train_words(words: Sequence[str]) -> int:
     asked_strategy(resolved)  # what does not fit together is refused here, and not by each rank
     if resolved["fresh"]:
         forget(output_directory(resolved))
-        sorted_words.run["fresh"] = "false"
+        if sorted_words.run.pop("fresh", None) is None:  # the file says so, and the ranks read it too
+            sorted_words.run["fresh"] = "false"
     return launch_module(MODULE, sorted_words.again(), resolved.launch)
 
 

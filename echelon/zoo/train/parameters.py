@@ -148,7 +148,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     *_group(
         "log",
-        ("stop_at_step", 100, "0: train all epochs"),
+        ("stop_at_step", 100, "0: train all epochs, as where num_epochs is asked for and this is not"),
         ("log_loss_every_n_iters", 10, ""),
         ("profile_every_n_iters", 0, "a timeline every so many steps; 0: none"),
         ("profile_at_task", 0, "the rank that writes it"),

@@ -100,6 +100,8 @@ def resolve(words: Words) -> Resolved:
         for name, text in given.items():
             values[name] = Value(_typed(settings, name, text, model, dataset), origin)
     resolved = Resolved(model, dataset, values, strategy, launch)
+    if resolved.is_asked("num_epochs") and not resolved.is_asked("stop_at_step"):
+        values["stop_at_step"] = Value(0, "num_epochs")  # who asks for epochs does not mean the first 100 steps
     _check(resolved)
     return resolved
 
