@@ -7,10 +7,7 @@ benchmarks/zoo_learning.py.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -23,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "ps"))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from serving import served
+from training import train_here
 from zoo_learning import ADULT, DATA, MNIST, SHAKESPEARE, character_losses, easy_masked, here, split_words, train
 
 pytestmark = pytest.mark.timeout(600)
@@ -65,14 +63,9 @@ def test_gpt_learns_more_of_shakespeare_than_pairs_of_characters(tmp_path: Path)
 
 def last_line(words: str, cwd: str) -> dict[str, Any]:
     """Of this rank's part of ``echelon train WORDS``, and the mesh that it said it has."""
-    from echelon.zoo.train import run as command
-
-    os.chdir(cwd)
-    sys.argv = ["run", *split_words(words)]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        command.main()
-    mesh = re.search(r"mesh: (.*) \(", out.getvalue())
-    return {"mesh": mesh[1], **json.loads(out.getvalue().splitlines()[-1])} if mesh else {}
+    out = train_here(split_words(words), cwd)
+    mesh = re.search(r"mesh: (.*) \(", out)
+    return {"mesh": mesh[1], **json.loads(out.splitlines()[-1])} if mesh else {}
 
 
 def on_ranks(words: str, ranks: int, cwd: Path) -> dict[str, Any]:

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
 import command
 from serving import served
+from training import train_here
 
-from echelon.environment import PLAN
 from echelon.zoo.train.launcher import launcher_options
 from echelon.zoo.train.words import Words, sort_words
 
@@ -97,9 +97,9 @@ def on_ranks(words: list[str], cwd: Path) -> str:
     rest = asked.again()
     if "servers" in asked.launch:
         servers, workers = int(asked.launch["servers"]), int(asked.launch["workers"])
-        return str(served(_train, rest, str(cwd), servers=servers, workers=workers)[0])
+        return str(served(train_here, rest, str(cwd), servers=servers, workers=workers)[0])
     plan = str(cwd / str(asked.launch["plan"])) if "plan" in asked.launch else None
-    return str(run(_train, rest, str(cwd), plan, ranks=_ranks(asked, plan))[0])
+    return str(run(train_here, rest, str(cwd), plan, ranks=_ranks(asked, plan))[0])
 
 
 def _ranks(asked: Words, plan: str | None) -> int:
@@ -118,18 +118,6 @@ def _call(words: list[str], cwd: str) -> str:
     sys.argv = ["echelon", *words]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         cli.main()
-    return out.getvalue()
-
-
-def _train(words: list[str], cwd: str, plan: str | None = None) -> str:
-    from echelon.zoo.train import run as train
-
-    os.chdir(cwd)
-    if plan is not None:
-        os.environ[PLAN] = plan
-    sys.argv = ["run", *words]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        train.main()
     return out.getvalue()
 
 

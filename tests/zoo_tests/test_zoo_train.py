@@ -36,23 +36,14 @@ from echelon.zoo.train.words import sort_words
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 from command import finish, start
+from training import train_here
 
 LENET = ("--model_name", "lenet", "--dataset_name", "digits", "--image_size", "8", "--batch_size", "32")
 
 
 def trained(words: tuple[str, ...], directory: str) -> dict[str, Any]:
-    """What the command does in a rank, without its launcher."""
-    import contextlib
-    import io
-
-    from echelon.zoo.train.run import main
-
-    os.chdir(directory)
-    sys.argv = ["train", *words]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        main()
-    lines = said.getvalue().splitlines()
+    """The last line, on the rank that says it."""
+    lines = train_here(words, directory).splitlines()
     return dict(json.loads(lines[-1])) if lines and lines[-1].startswith("{") else {}
 
 
