@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 matrix: $(READY)
 	$(BIN)/python tests/matrix.py

@@ -1,0 +1,27 @@
+"""Which files go first: those that take longest, so that at the end no worker is left alone with one of them."""
+
+from __future__ import annotations
+
+import pytest
+
+LONGEST = (
+    "test_examples.py",
+    "test_roles.py",
+    "test_hybrid_failure.py",
+    "test_zoo_learning.py",
+    "test_hybrid_state.py",
+    "test_zoo_recipes.py",
+    "test_ps_faults.py",
+    "test_run.py",
+    "test_run_plan.py",
+    "test_survival.py",
+    "test_zoo_train.py",
+    "test_docs.py",
+    "test_hosts.py",
+    "test_hybrid.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
