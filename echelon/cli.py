@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from echelon.errors import EchelonError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from echelon.launch.job import Job
 
 app = typer.Typer(
     help="Train one PyTorch model on many devices, with the numbers one process gives.",
@@ -28,6 +31,7 @@ def echelon() -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script to run (or, with -m, the module).")],
     args: Annotated[list[str] | None, typer.Argument(help="Everything after the script is the script's.")] = None,
     *,
@@ -68,35 +72,19 @@ def run(
     ] = None,
 ) -> None:
     """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
-    from echelon.launch.job import check
-    from echelon.launch.roles import check_roles
     from echelon.launch.run import launch
 
-    roles = check_roles(
-        servers=servers,
-        workers=workers,
-        pservers=pservers,
-        trainers=trainers,
-        trainer_id_from=trainer_id_from,
-        state=state,
-    )
-    job = check(
-        script,
-        args or [],
-        module=module,
-        procs=procs,
-        gpus=gpus,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master=master,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-        nic=nic,
-        join_timeout=join_timeout,
-        roles=roles,
-        plan=planned,
-    )
-    raise typer.Exit(launch(job))
+    raise typer.Exit(launch(checked_job(**context.params)))
+
+
+def checked_job(script: str, args: list[str] | None, planned: str | None, **options: Any) -> Job:
+    """What ``run`` was asked for, checked before anything is done about it."""
+    from echelon.launch.job import check
+    from echelon.launch.roles import check_roles
+
+    of_roles = ("servers", "workers", "pservers", "trainers", "trainer_id_from", "state")
+    roles = check_roles(**{name: options.pop(name) for name in of_roles})
+    return check(script, args or [], roles=roles, plan=planned, **options)
 
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

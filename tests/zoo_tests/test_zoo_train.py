@@ -35,7 +35,7 @@ from echelon.zoo.train.table import markdown
 from echelon.zoo.train.words import sort_words
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
-from command import finish, start
+from command import finish, here, start
 from training import train_here
 
 LENET = ("--model_name", "lenet", "--dataset_name", "digits", "--image_size", "8", "--batch_size", "32")
@@ -112,6 +112,14 @@ def test_fresh_forgets_what_an_earlier_run_left_and_nothing_else(tmp_path: Path)
     assert (first["steps"], again["steps"], fresh["steps"]) == (2, 4, 2)
     assert fresh["final_loss"] == pytest.approx(first["final_loss"], rel=1e-6)
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_fresh_forgets_nothing_for_a_command_that_is_wrong(tmp_path: Path) -> None:
+    kept = tmp_path / "out" / "checkpoints" / "step-1"
+    kept.mkdir(parents=True)
+    ended = here("train", *LENET, "--output_dir", "out", "--fresh", "--procs", "0", cwd=tmp_path)
+    assert ended.err.startswith("echelon: --procs 0 makes no job")
+    assert kept.is_dir()
 
 
 def test_a_run_that_is_over_is_judged_again_and_trains_no_more(tmp_path: Path) -> None:
@@ -298,6 +306,12 @@ def test_the_strategy_has_what_other_parameters_ask_of_it() -> None:
     assert strategy.recompute.checkpoints == found.model.recompute  # type: ignore[union-attr]
     assert strategy.amp is None
     assert "left out on this CPU" in notices[0]
+    advised, notices = make_strategy(resolved_with("--model_name", "bert_tiny", "--auto"), torch.device("cpu"))
+    assert advised.auto is not None  # the norm that BERT advises gives way to the plan
+    assert advised.clip is None
+    assert "max_gradient_norm 1.0 is left out" in notices[0]
+    with pytest.raises(UsageError, match="clip and auto do not combine"):
+        asked_strategy(resolved_with("--model_name", "bert_tiny", "--auto", "--max_gradient_norm", "2"))
     with pytest.raises(UsageError, match="are one thing"):
         asked_strategy(resolved_with("--model_name", "toy", "--max_gradient_norm", "2", "--clip", "1"))
 

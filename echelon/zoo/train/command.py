@@ -25,11 +25,14 @@ def train_words(words: Sequence[str]) -> int:
     sorted_words = sort_words(words, launcher_options())
     resolved = resolve(sorted_words)
     asked_strategy(resolved)  # what does not fit together is refused here, and not by each rank
-    if resolved["fresh"]:
-        forget(output_directory(resolved))
-        if sorted_words.run.pop("fresh", None) is None:  # the file says so, and the ranks read it too
-            sorted_words.run["fresh"] = "false"
-    return launch_module(MODULE, sorted_words.again(), resolved.launch)
+    if resolved["fresh"] and sorted_words.run.pop("fresh", None) is None:  # the file says so, and the ranks read it too
+        sorted_words.run["fresh"] = "false"
+
+    def forget_earlier() -> None:
+        if resolved["fresh"]:
+            forget(output_directory(resolved))
+
+    return launch_module(MODULE, sorted_words.again(), resolved.launch, forget_earlier)
 
 
 def help_text() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
@@ -24,8 +24,13 @@ def launcher_options() -> dict[str, bool]:
     return {param.opts[0][2:].replace("-", "_"): not param.is_flag for param in options if param.name != "help"}
 
 
-def launch_module(module: str, args: list[str], options: Mapping[str, str | bool]) -> int:
-    """As ``echelon run [options] -m module args``."""
+def launch_module(module: str, args: list[str], options: Mapping[str, str | bool], first: Callable[[], None]) -> int:
+    """As ``echelon run [options] -m module args``; ``first`` is done once all that was asked for is found right."""
+    from echelon.cli import checked_job
+    from echelon.launch.run import launch
+
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
-    status = run_command().main(args=[*words, "-m", module, *args], prog_name="echelon train", standalone_mode=False)
-    return int(status or 0)
+    with run_command().make_context("echelon train", [*words, "-m", module, *args]) as context:
+        job = checked_job(**context.params)
+    first()
+    return launch(job)
