@@ -49,6 +49,19 @@ PLAN, TRIAL = "ECHELON_PLAN", "ECHELON_TRIAL"
 #: ``echelon plan`` starts a script with it: a file with the question that ``distribute()`` answers, and trains nothing.
 PLAN_ONLY = "ECHELON_PLAN_ONLY"
 
+#: The secret of a job on several hosts, or a file that holds it.
+TOKEN, TOKEN_FILE = "ECHELON_TOKEN", "ECHELON_TOKEN_FILE"
+#: How many hosts an elastic job may have, as ``2:8``.
+ELASTIC = "ECHELON_ELASTIC"
+#: Where ranks keep copies of their state between steps (see echelon/memory), and after every how many steps.
+MEMORY, COPIES = "ECHELON_MEMORY", "ECHELON_COPIES"
+#: A directory: a rank that can save and leave when it is asked to (SIGTERM, SIGUSR1) puts a file ``rank-N`` there.
+LEAVE_MARK = "ECHELON_LEAVE_MARK"
+#: Seconds that a rank may be late before all consoles say so; 0: never.
+STALL = "ECHELON_STALL"
+#: The exit code of a process that was asked to end, has saved, and wants to be started again (EX_TEMPFAIL).
+REQUEUE = 75
+
 #: Set by srun for its tasks. A plain command in a batch script sees SLURM_PROCID and SLURM_NTASKS too, but is alone.
 SLURM_STEP = "SLURM_STEP_NUM_TASKS"
 
