@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from echelon.environment import REQUEUE
+from echelon.launch.cards import Verdict, host_failure
+from echelon.launch.companion import Companion
 from echelon.launch.failure import Failure, first_cause, read_record
 from echelon.launch.guard import Guard, end_sessions
 from echelon.launch.job import Job
-from echelon.launch.muster import Muster
+from echelon.launch.line import StoreGone
+from echelon.launch.muster import Muster, RoundEnded
+from echelon.launch.pace import Pace
+from echelon.launch.parting import Marks, let_leave
 from echelon.launch.ranks import RankEnvironment, forget_logs
-from echelon.launch.signals import signals_held
+from echelon.launch.signals import Notice, signals_held
 
-#: Seconds between asking the ranks to end and killing them.
-GRACE = 5
+#: Seconds between asking the ranks to end and killing them; those that would save first, which cannot any more.
+GRACE, NO_GRACE = 5, 1
 #: How often the ranks are looked at; between hosts, how often they ask one another.
 LOOK, ASK = 0.1, 0.5
+#: Seconds to wait for the host that asked its ranks to leave, when ours left with them, to say so.
+WORD_OF_LEAVING = 3.0
 
 
 class JobFailed(Exception):
@@ -33,83 +43,188 @@ class JobFailed(Exception):
         self.failure = failure
 
 
-@dataclass
-class _Pace:
-    """Tells when another ``seconds`` have passed."""
+class Left(Exception):
+    """This host was asked to go, and its ranks have saved. ``goes_on``: the job does, without it."""
 
-    seconds: float
-    last: float = 0.0
-
-    def due(self) -> bool:
-        now = time.monotonic()
-        if now - self.last < self.seconds:
-            return False
-        self.last = now
-        return True
+    def __init__(self, number: signal.Signals, goes_on: bool) -> None:
+        super().__init__(number.name)
+        self.number, self.goes_on = number, goes_on
 
 
 class HostAgent(LocalElasticAgent):
     """torch's agent starts and ends the processes; which failure counts, and what follows, is decided here."""
 
-    def __init__(self, job: Job, muster: Muster, ranks: RankEnvironment, guard: Guard, host: str) -> None:
+    def __init__(
+        self,
+        job: Job,
+        muster: Muster,
+        ranks: RankEnvironment,
+        guard: Guard,
+        host: str,
+        marks: Marks,
+        companions: Sequence[Companion] = (),
+    ) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.procs,
             entrypoint=sys.executable,
-            args=tuple(
-                word.replace("$", "$$") for word in job.command
-            ),  # torch fills in ${...} and would eat a dollar,
+            # torch fills in ${...} and would eat a dollar
+            args=tuple(word.replace("$", "$$") for word in job.command),
             rdzv_handler=muster,
             max_restarts=job.max_restarts,
             monitor_interval=LOOK,
         )
         super().__init__(spec, ranks)
         self._muster, self._ranks, self._guard, self._host = muster, ranks, guard, host
+        self._marks, self._companions, self._grace = marks, companions, job.grace
         self._sessions: list[int] = []
         self._succeeded = False
-        self._pace = _Pace(ASK if job.nnodes > 1 else 0.0)
+        self._notice = Notice()
+        self._left_since: float | None = None
+        self._pace = Pace(ASK if job.nnodes > 1 else 0.0)
+        self._looks = Pace(ASK)
 
     def _invoke_run(self, role: str = "") -> RunResult:
         """Until every rank of every host is done; raises ``JobFailed`` when a failure is final."""
-        group = self._worker_group
-        self._initialize_workers(group)
+        verdict = None
+        while True:
+            try:
+                self._begin(verdict)
+                with self._notice.heeded():
+                    verdict = self._watch()
+                    if verdict is None:
+                        self._end_companions()
+                        return self._success()
+                    self._announce(verdict)
+                    self._end(verdict)
+            except StoreGone as gone:
+                verdict = self._muster.without_store(gone)
+                self._announce(verdict)
+                self._end(verdict)
+            except RoundEnded as end:
+                verdict = end.verdict
+            if not verdict.again:
+                raise JobFailed(verdict.failure)
+            if self._succeeded:
+                return self._success()
+            self._muster.accept(verdict)
+
+    def _success(self) -> RunResult:
+        return RunResult(WorkerState.SUCCEEDED, {rank.global_rank: None for rank in self._worker_group.workers})
+
+    def _begin(self, verdict: Verdict | None) -> None:
+        before = self._muster.lineup
+        if self._notice.given is not None:  # it came while another cause ended the ranks
+            raise SignalException(f"stopped by {self._notice.given.name}", self._notice.given)
+        self._initialize_workers(self._worker_group)
+        if news := self._muster.lineup.news(before, self._host, verdict.failure if verdict else None):
+            say(news)
+        pids = {rank.global_rank: int(rank.id) for rank in self._worker_group.workers}
+        for companion in self._companions:
+            companion.begin(self._round, pids)
+
+    def _watch(self) -> Verdict | None:
+        """Until the round is over: by this verdict, or because all is done."""
         while True:
             time.sleep(LOOK)
+            if self._notice.given is not None:
+                self._leave(self._notice.given)
             verdict = self._local_verdict() or self._others_verdict()
-            if verdict is None:
-                if self._succeeded:
-                    return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in group.workers})
-            elif verdict.again:
-                restart = f"restart {self._muster.round + 1} of {group.spec.max_restarts}"
-                cause = f"{verdict.failure.who} {verdict.failure.how}"
-                print(f"echelon: restarting all ranks ({restart}) because {cause}", file=sys.stderr, flush=True)
-                self._restart_workers(group)
-            else:
-                self._stop_workers(group)
-                raise JobFailed(verdict.failure)
+            if verdict is not None or self._succeeded:
+                return verdict
 
-    def _local_verdict(self) -> Any:
-        failures = [self._describe(rank, code) for rank, code in self._exit_codes() if code]
-        return self._muster.settle(first_cause(failures)) if failures else None
+    def _local_verdict(self) -> Verdict | None:
+        codes = self._exit_codes()
+        failures = [self._describe(rank, code) for rank, code in codes if code and not self._has_left(rank, code)]
+        if failures:
+            cause = first_cause(failures)
+            lost = self._muster.find_lost() if cause.secondary else None
+            return lost or self._muster.settle(cause)
+        if any(code == REQUEUE for _, code in codes):
+            return self._left_unasked([code for _, code in codes])
+        if self._looks.due():
+            for companion in self._companions:
+                if (found := companion.look()) is not None:
+                    return self._muster.settle(found, "stuck")
+        return None
 
-    def _others_verdict(self) -> Any:
+    def _others_verdict(self) -> Verdict | None:
         """What the other hosts say; also takes note when the whole job is done."""
         if not self._pace.due():
             return None
-        self._muster.beat()
         if (verdict := self._muster.verdict()) is not None:
             return verdict
         if all(code == 0 for _, code in self._exit_codes()):
             self._muster.finish()
             self._succeeded = self._muster.all_finished()
-        if silent := self._muster.silent_host():
-            return self._muster.settle(host_failure(silent.name, "has not been heard of; is it up?", 1))
-        return None
+        return None if self._succeeded else self._muster.changed_hosts()
 
-    def _exit_codes(self) -> list[tuple[Worker, int | None]]:
-        assert isinstance(self._pcontext, SubprocessContext)
-        processes = self._pcontext.subprocess_handlers
-        return [(rank, processes[rank.local_rank].proc.poll()) for rank in self._worker_group.workers]
+    # Leaving
+
+    def _leave(self, number: signal.Signals) -> None:
+        """We were asked to go. Ranks that can save are given the time; a second signal ends it."""
+        if not self._can_leave():
+            raise SignalException(f"stopped by {number.name}", number)
+        leaving = host_failure(self._host, f"is leaving ({number.name})", REQUEUE)
+        try:
+            verdict = self._muster.take_leave(leaving)
+        except StoreGone:
+            verdict = Verdict(leaving, again=False, cause="leaving")
+        if not self._end(verdict, asked=True):
+            raise SignalException(f"stopped by {number.name}", number)
+        raise Left(number, goes_on=verdict.again)
+
+    def _left_unasked(self, codes: list[int | None]) -> Verdict | None:
+        """Ranks have left though nobody here asked them to: another host did and says so, or somebody asked a rank."""
+        now = time.monotonic()
+        self._left_since = self._left_since or now
+        waited = now - self._left_since
+        if waited < WORD_OF_LEAVING or (None in codes and waited < self._grace):
+            return None
+        return self._muster.settle(host_failure(self._host, "has saved and asks to be started again", REQUEUE), "left")
+
+    def _can_leave(self) -> bool:
+        return any(self._marks.has(rank.global_rank) for rank in self._worker_group.workers)
+
+    def _has_left(self, rank: Worker, code: int) -> bool:
+        return code == REQUEUE and self._marks.has(rank.global_rank)
+
+    def _end(self, verdict: Verdict, asked: bool = False) -> bool:
+        """End the ranks of this round; whether all have saved and left of their own will."""
+        left = False
+        if (verdict.soft or asked) and self._can_leave():
+            running = [int(rank.id) for rank, code in self._exit_codes() if code is None]
+            left = let_leave(running, lambda: [code for _, code in self._exit_codes()], self._grace)
+            if left and verdict.again and not any(code for _, code in self._exit_codes()):
+                self._finish_all()
+        self._stop_workers(self._worker_group)
+        self._worker_group.state = WorkerState.STOPPED
+        self._end_companions()
+        with contextlib.suppress(StoreGone):
+            self._muster.ended()
+            if left and (asked or not verdict.again):
+                self._muster.outlast(self._grace)
+        return left
+
+    def _end_companions(self) -> None:
+        for companion in self._companions:
+            companion.end()
+
+    def _finish_all(self) -> None:
+        """Our ranks had been through when they were asked to leave: so was the job, if all others say the same."""
+        self._muster.finish()
+        deadline = time.monotonic() + GRACE
+        while not self._succeeded and time.monotonic() < deadline:
+            time.sleep(LOOK)
+            self._succeeded = self._muster.all_finished()
+
+    # Words
+
+    def _announce(self, verdict: Verdict) -> None:
+        if verdict.again and verdict.counted:
+            restart = f"restart {self._muster.lineup.restarts + 1} of {self._worker_group.spec.max_restarts}"
+            cause = f"{verdict.failure.who} {verdict.failure.how}"
+            say(f"restarting all ranks ({restart}) because {cause}")
 
     def _describe(self, rank: Worker, exit_code: int) -> Failure:
         record = read_record(self._ranks.record_of(rank.global_rank))
@@ -123,16 +238,37 @@ class HostAgent(LocalElasticAgent):
             **record,
         )
 
+    # What torch's agent asks of us
+
+    def _exit_codes(self) -> list[tuple[Worker, int | None]]:
+        if self._pcontext is None:
+            return []
+        assert isinstance(self._pcontext, SubprocessContext)
+        processes = self._pcontext.subprocess_handlers
+        return [(rank, processes[rank.local_rank].proc.poll()) for rank in self._worker_group.workers]
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
-        # The round is the number of restarts of the whole job: every host must give its ranks the same
-        self._remaining_restarts = worker_group.spec.max_restarts - self._muster.round
+        # The round's number, counted over the whole job: every host must give its ranks the same
+        self._remaining_restarts = worker_group.spec.max_restarts - self._muster.lineup.number
+        self._round = self._muster.as_round(self._ranks.log_dir)
         self._ranks.endpoints = self._muster.endpoints
-        if self._muster.round == 0 and self._muster.node_rank == 0:
+        self._ranks.more = dict(self._marks.environment)
+        for companion in self._companions:
+            self._ranks.more |= companion.environment(self._round)
+        if self._muster.lineup.number == 0 and self._muster.node_rank == 0:
             forget_logs(self._ranks.log_dir, "rank", beyond=len(self._muster.endpoints))
             forget_logs(self._ranks.log_dir, "server", beyond=0)
 
+    def _assign_worker_ranks(self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
+        """By the line-up, which has one endpoint for each rank. torch's own way waits in the store for every host."""
+        counts = [len(host.endpoints) for host in self._muster.hosts]
+        first, world = sum(counts[:group_rank]), sum(counts)
+        return [Worker(local, first + local, first + local, world, world) for local in range(counts[group_rank])]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._marks.clear()
+        self._left_since = None
         with signals_held():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._sessions = list(pids.values())
@@ -143,12 +279,13 @@ class HostAgent(LocalElasticAgent):
         """Ask all ranks to end, kill those that do not, then whatever they left running in their sessions."""
         with signals_held():
             if self._pcontext is not None:
-                self._pcontext.close(death_sig, GRACE)  # torch's own call would wait 30 s, in 2.11 always
+                patience = NO_GRACE if self._can_leave() else GRACE
+                self._pcontext.close(death_sig, patience)  # torch's own call would wait 30 s, in 2.11 always
             super()._shutdown(death_sig)
             if not self._succeeded:
                 end_sessions(self._sessions)
                 self._sessions = []
 
 
-def host_failure(host: str, message: str, exit_code: int) -> Failure:
-    return Failure(-1, 0, host, 0, exit_code, time.time(), message=message)
+def say(line: str) -> None:
+    print(f"echelon: {line}", file=sys.stderr, flush=True)

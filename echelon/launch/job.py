@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from echelon.environment import LOG_DIR, PADDLE_HOSTS
 from echelon.errors import UsageError, nearest
 from echelon.launch import network, worker
+from echelon.launch.hosts import at_least, check_node_rank, host_counts, meeting_points
 from echelon.launch.roles import MAX_RESTARTS, Roles
+
+#: What ``echelon run`` takes when it is not told: seconds, see ``Job``.
+LAST_CALL, HOST_TIMEOUT, GRACE, STALL = 3.0, 30.0, 30.0, 60.0
+LEAST_HOST_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
@@ -25,18 +30,41 @@ class Job:
     args: tuple[str, ...]
     module: bool
     procs: int
+    #: hosts, at most where their number may change
     nnodes: int
     node_rank: int | None
-    master: tuple[str, int] | None
+    #: where the hosts meet, and where in its stead when that is gone
+    masters: tuple[tuple[str, int], ...]
     max_restarts: int
     log_dir: Path
     nic: str | None
     visible_gpus: str | None
     join_timeout: float
+    #: --nnodes as typed, where it is a range
+    elastic: str | None = None
+    #: the fewest hosts that the job runs on
+    fewest: int = 1
+    #: seconds without a newcomer after which a round of enough hosts begins
+    last_call: float = LAST_CALL
+    #: seconds after which a silent host is lost
+    host_timeout: float = HOST_TIMEOUT
+    #: seconds for ranks to save and leave
+    grace: float = GRACE
+    #: after every how many steps ranks copy their state into memory; 0: never
+    copies: int = 0
+    #: seconds that a rank may be late, 0: for ever; and what to do then: end or wait
+    stall: float = STALL
+    on_stall: Literal["end", "wait"] = "end"
+    #: whether ranks compare every call with one another before they make it
+    checked: bool = False
     #: the file with the plan that the ranks run
     plan: Path | None = None
     #: of a job with parameter servers; ``procs`` are its workers then
     roles: Roles | None = None
+
+    @property
+    def master(self) -> tuple[str, int] | None:
+        return self.masters[0] if self.masters else None
 
     @property
     def one_host(self) -> bool:
@@ -61,13 +89,20 @@ def check(
     module: bool,
     procs: int | None,
     gpus: str | None,
-    nnodes: int | None,
+    nnodes: int | str | None,
     node_rank: int | None,
     master: str | None,
     max_restarts: int | None,
     log_dir: str,
     nic: str | None,
     join_timeout: float,
+    last_call: float = LAST_CALL,
+    host_timeout: float = HOST_TIMEOUT,
+    grace: float = GRACE,
+    copies: int | None = None,
+    stall: float = STALL,
+    on_stall: str = "end",
+    checked: bool = False,
     roles: Roles | None = None,
     plan: str | None = None,
 ) -> Job:
@@ -75,13 +110,15 @@ def check(
     visible = _choose_gpus(gpus) if gpus is not None else None
     if roles is not None:
         _check_no_ranks(procs, nnodes, node_rank)
-    hosts = 1 if roles is not None else nnodes if nnodes is not None else _node_count(os.environ)
-    restarts = (MAX_RESTARTS if roles is not None else 0) if max_restarts is None else max_restarts
-    _at_least(1, "--nnodes", hosts)
-    _at_least(0, "--max-restarts", restarts)
-    if join_timeout <= 0:
-        raise UsageError(f"--join-timeout {join_timeout:g} leaves no time to meet; it must be above 0 seconds")
-    _check_node_rank(node_rank, hosts)
+    fewest, hosts, elastic = (1, 1, None) if roles is not None else host_counts(nnodes)
+    restarts = (MAX_RESTARTS if roles is not None or elastic else 0) if max_restarts is None else max_restarts
+    at_least(0, "--max-restarts", restarts)
+    _check_times(join_timeout, last_call, host_timeout, grace, stall)
+    if on_stall not in ("end", "wait"):
+        raise UsageError(f"--on-stall '{on_stall}' is neither end nor wait")
+    copies = (1 if elastic else 0) if copies is None else copies
+    at_least(0, "--copies", copies)
+    check_node_rank(node_rank, hosts)
     _check_nic(nic)
     _check_program(program, module)
     if plan is not None:
@@ -93,12 +130,21 @@ def check(
         procs=_count_processes(procs, visible) if roles is None else roles.workers,
         nnodes=hosts,
         node_rank=node_rank,
-        master=_meeting_point(master, hosts),
+        masters=meeting_points(master, hosts),
         max_restarts=restarts,
         log_dir=_make_log_dir(log_dir),
         nic=nic,
         visible_gpus=None if visible is None else ",".join(visible),
         join_timeout=join_timeout,
+        elastic=elastic,
+        fewest=fewest,
+        last_call=last_call,
+        host_timeout=host_timeout,
+        grace=grace,
+        copies=copies,
+        stall=stall,
+        on_stall="end" if on_stall == "end" else "wait",
+        checked=checked,
         roles=roles,
         plan=None if plan is None else Path(plan).absolute(),
     )
@@ -122,7 +168,7 @@ def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int
     return each
 
 
-def _check_no_ranks(procs: int | None, nnodes: int | None, node_rank: int | None) -> None:
+def _check_no_ranks(procs: int | None, nnodes: int | str | None, node_rank: int | None) -> None:
     if procs is not None:
         raise UsageError("--procs counts the ranks of a job without servers; with servers say --workers")
     if nnodes is not None or node_rank is not None:
@@ -162,30 +208,22 @@ def _gpus_in_words(count: int) -> str:
 
 def _count_processes(procs: int | None, visible: list[str] | None) -> int:
     if procs is not None:
-        _at_least(1, "--procs", procs)
+        at_least(1, "--procs", procs)
         return procs
     return len(visible) if visible is not None else max(1, torch.cuda.device_count())
 
 
-def _node_count(env: Mapping[str, str]) -> int:
-    if LOG_DIR in env:  # inside a rank these names tell of the surrounding job
-        return 1
-    for name in PADDLE_HOSTS:
-        if text := env.get(name, ""):
-            if not text.isdigit():
-                raise UsageError(f"{name} must be the number of hosts, but it is '{text}' in the environment")
-            return int(text)
-    return 1
-
-
-def _at_least(least: int, option: str, value: int) -> None:
-    if value < least:
-        raise UsageError(f"{option} {value} makes no job; it must be {least} or more")
-
-
-def _check_node_rank(node_rank: int | None, hosts: int) -> None:
-    if node_rank is not None and not 0 <= node_rank < hosts:
-        raise UsageError(f"--node-rank {node_rank} does not fit --nnodes {hosts}; it must lie in 0..{hosts - 1}")
+def _check_times(join_timeout: float, last_call: float, host_timeout: float, grace: float, stall: float) -> None:
+    if join_timeout <= 0:
+        raise UsageError(f"--join-timeout {join_timeout:g} leaves no time to meet; it must be above 0 seconds")
+    if host_timeout < LEAST_HOST_TIMEOUT:
+        raise UsageError(
+            f"--host-timeout {host_timeout:g} would take hosts for lost that only had a busy moment; "
+            f"it must be {LEAST_HOST_TIMEOUT:g} seconds or more"
+        )
+    for option, value in (("--last-call", last_call), ("--grace", grace), ("--stall", stall)):
+        if value < 0:
+            raise UsageError(f"{option} {value:g} is no time to wait; it must be 0 seconds or more")
 
 
 def _check_nic(nic: str | None) -> None:
@@ -210,20 +248,6 @@ def _import_path() -> list[str]:
     import sys
 
     return sys.path
-
-
-def _meeting_point(master: str | None, hosts: int) -> tuple[str, int] | None:
-    if master is None:
-        if hosts > 1:
-            raise UsageError(
-                f"a job on {hosts} hosts needs a place to meet; give every host the same --master HOST:PORT, "
-                "HOST being one of them"
-            )
-        return None
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"--master '{master}' is not HOST:PORT, such as 10.0.0.1:29500")
-    return network.resolve(host.strip("[]")), int(port)
 
 
 def _make_log_dir(text: str) -> Path:

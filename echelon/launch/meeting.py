@@ -8,15 +8,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from echelon.environment import LOOPBACK
 from echelon.errors import PeerLost, UsageError
 from echelon.launch import network
+from echelon.launch.attendance import Attendance, Meeting
+from echelon.launch.cards import Terms
+from echelon.launch.gate import serve_store, way_to_store
 from echelon.launch.job import Job
-from echelon.launch.muster import POLL, STORE_TIMEOUT, Muster
+from echelon.launch.line import POLL
+from echelon.launch.muster import STORE_TIMEOUT, Muster
+from echelon.launch.secret import find_token
 
 #: held open until the process ends
 _signs: list[socket.socket] = []
@@ -28,7 +33,8 @@ def own_address(job: Job) -> str:
         return LOOPBACK
     if job.nic is not None and (address := network.address_of(job.nic)):
         return address
-    return job.master[0] if network.is_local(job.master[0]) else network.address_towards(*job.master)
+    own = next((address for address, _ in job.masters if network.is_local(address)), None)
+    return own if own is not None else network.address_towards(*job.master)
 
 
 class WorkersStore:
@@ -54,47 +60,120 @@ class WorkersStore:
         return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def open_muster(job: Job, address: str) -> Muster:
-    where = network.endpoint(*job.master) if job.master else "this host"
-    store, serves = (HashStore(), True) if job.master is None or job.nnodes == 1 else _open_store(job, *job.master)
-    return Muster(
-        store,
-        where=where,
-        name=socket.gethostname(),
-        address=address,
+def open_muster(job: Job, address: str, extras: Callable[[], Mapping[str, str]], say: Callable[[str], None]) -> Muster:
+    terms = Terms(
+        least=job.fewest,
+        most=job.nnodes,
+        elastic=job.elastic is not None,
         procs=job.procs,
-        hosts=job.nnodes,
-        node_rank=job.node_rank,
-        serves=serves,
-        join_timeout=job.join_timeout,
         max_restarts=job.max_restarts,
+        join_timeout=job.join_timeout,
+        last_call=job.last_call,
+        host_timeout=job.host_timeout,
+        grace=job.grace,
     )
+    meet = _at_home if job.nnodes == 1 else Places(job)
+    name = socket.gethostname()
+    presence = Attendance(meet, terms, name=name, address=address, node_rank=job.node_rank, extras=extras, say=say)
+    return Muster(presence, terms)
 
 
-def _open_store(job: Job, address: str, port: int) -> tuple[Store, bool]:
-    """The store, and whether we serve it: host 0 does, or, where no host has a number, the one at that address."""
-    if job.node_rank == 0 and not network.is_local(address):
-        raise UsageError(f"--node-rank 0 must be the host of --master, but {address} is no address of this host")
-    if job.node_rank == 0 or (job.node_rank is None and network.is_local(address)):
-        try:
-            return _serve(address, port), True
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise UsageError(f"--master {address}:{port} cannot be served: {error.strerror}") from None
-            if job.node_rank == 0 or not _is_muster(port):
-                raise UsageError(
-                    f"--master {address}:{port}: the port is in use on this host by another program; "
-                    "choose another, the same on every host"
-                ) from None
-    return _reach(job, address, port), False
+def _at_home() -> Meeting:
+    return Meeting(HashStore(), "this host", serves=True)
 
 
-def _serve(address: str, port: int) -> Store:
-    listener = network.listen(address, port)
-    _hang_out_sign(port)
-    return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener.detach()
-    )
+class Places:
+    """The places of --master: the first time the one where the job is, then the next one each time it is called."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._places = job, job.masters
+        self._token = find_token()
+        self._at = -1
+
+    def __call__(self) -> Meeting:
+        self._at = self._next() if self._at >= 0 else self._first()
+        place = self._places[self._at]
+        store, serves = self._open_store(*place)
+        return Meeting(store, network.endpoint(*place), serves, len(self._places) - 1)
+
+    def _first(self) -> int:
+        """A stand-in that answers has the job; nobody becomes one before there was a job."""
+        first, deadline = self._places[0], time.monotonic() + self._job.join_timeout
+        if len(self._places) == 1:
+            return 0
+        ours = network.is_local(first[0])
+        while True:
+            for at in reversed(range(len(self._places))):
+                if self._answers(at):
+                    return at
+            if ours and self._job.node_rank in (None, 0):
+                return 0
+            if time.monotonic() > deadline:
+                raise self._nobody(first)
+            time.sleep(POLL)
+
+    def _next(self) -> int:
+        """The next place that is our own, or that answers within the time after which a host is lost."""
+        for step in range(1, len(self._places)):
+            at = (self._at + step) % len(self._places)
+            deadline = time.monotonic() + self._job.host_timeout
+            while time.monotonic() < deadline:
+                if network.is_local(self._places[at][0]) or self._answers(at):
+                    return at
+                time.sleep(POLL)
+        raise PeerLost("nobody answers at any place of --master any more; look at the consoles of the other hosts")
+
+    def _answers(self, at: int) -> bool:
+        address, port = self._places[at]
+        return network.answers(address, port, timeout=1.0)
+
+    def _open_store(self, address: str, port: int) -> tuple[Store, bool]:
+        """The store, and whether we serve it: host 0 does, or, where no host has a number, the one at that address."""
+        local, node_rank = network.is_local(address), self._job.node_rank
+        where = f"--master {address}:{port}"
+        if node_rank == 0 and not local and len(self._places) == 1:
+            raise UsageError(f"--node-rank 0 must be the host of --master, but {address} is no address of this host")
+        if local and (node_rank in (None, 0) or len(self._places) > 1):
+            try:
+                return self._serve(address, port), True
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise UsageError(f"{where} cannot be served: {error.strerror}") from None
+                if (node_rank == 0 and len(self._places) == 1) or not _is_muster(port):
+                    raise UsageError(
+                        f"{where}: the port is in use on this host by another program; "
+                        "choose another, the same on every host"
+                    ) from None
+        return self._reach(address, port), False
+
+    def _serve(self, address: str, port: int) -> Store:
+        store, _ = serve_store(address, port, self._token, STORE_TIMEOUT)
+        _hang_out_sign(port)
+        return store
+
+    def _reach(self, address: str, port: int) -> Store:
+        """Wait for the serving host. torch's own wait can be neither bounded nor interrupted: a thread does it."""
+        deadline = time.monotonic() + self._job.join_timeout
+        while not network.answers(address, port, timeout=1.0):
+            if time.monotonic() > deadline:
+                raise self._nobody((address, port))
+            time.sleep(POLL)
+        way, found = way_to_store(address, port, self._token), list[Store]()
+        caller = threading.Thread(target=_call, args=(*way, found), daemon=True)
+        with _no_stack_traces():
+            caller.start()
+            while caller.is_alive() and time.monotonic() < deadline:
+                time.sleep(POLL)
+        if not found:
+            raise PeerLost(f"what answers at --master {address}:{port} is not a launcher; choose another port")
+        return found[0]
+
+    def _nobody(self, place: tuple[str, int]) -> PeerLost:
+        needed = self._job.elastic or self._job.nnodes
+        return PeerLost(
+            f"1 of {needed} hosts came: nobody answers at --master {place[0]}:{place[1]} within "
+            f"{self._job.join_timeout:g} s; start the same command on that host"
+        )
 
 
 def _sign(port: int) -> str:
@@ -111,31 +190,13 @@ def _hang_out_sign(port: int) -> None:
 
 
 def _is_muster(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.connect(_sign(port))
-        return True
-    return False
-
-
-def _reach(job: Job, address: str, port: int) -> Store:
-    """Wait for the serving host. torch's own wait can be neither bounded nor interrupted: a thread does it."""
-    deadline = time.monotonic() + job.join_timeout
-    while not network.answers(address, port, timeout=1.0):
-        if time.monotonic() > deadline:
-            raise PeerLost(
-                f"1 of {job.nnodes} hosts came: nobody answers at --master {address}:{port} within "
-                f"{job.join_timeout:g} s; start the same command on that host"
-            )
+    """Whether a launcher has the port; one that has just taken it hangs out its sign in a moment."""
+    for _ in range(5):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(_sign(port))
+            return True
         time.sleep(POLL)
-    found: list[Store] = []
-    caller = threading.Thread(target=_call, args=(address, port, found), daemon=True)
-    with _no_stack_traces():
-        caller.start()
-        while caller.is_alive() and time.monotonic() < deadline:
-            time.sleep(POLL)
-    if not found:
-        raise PeerLost(f"what answers at --master {address}:{port} is not a launcher; choose another port")
-    return found[0]
+    return False
 
 
 def _call(address: str, port: int, found: list[Store]) -> None:

@@ -2,117 +2,58 @@
 
 It takes the place of torch's DynamicRendezvousHandler, which unpickles its state from a store that anybody who
 reaches the port may write to, orders hosts by address, and cannot say who is missing. This one keeps JSON in the
-store, has a fixed number of hosts, and honours --node-rank. On one host the store is a table in our own memory.
+store and honours --node-rank. On one host the store is a table in our own memory.
 
-For every attempt ("round") the first host serves a fresh store to the ranks. torch's own agent keeps one store
-over restarts, and its stale keys are what makes a restarted Gloo group hang.
+For every attempt ("round") the launcher that serves the store calls the roll (roll.py), and the first host serves a
+fresh store to the ranks. torch's own agent keeps one store over restarts, and its stale keys are what makes a
+restarted Gloo group hang.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from echelon.errors import PeerLost, UsageError
-from echelon.launch import network
+from echelon.errors import PeerLost
+from echelon.launch.attendance import Attendance
+from echelon.launch.cards import Cause, Host, Lineup, Terms, Verdict, host_failure
+from echelon.launch.companion import Round
 from echelon.launch.failure import Failure
+from echelon.launch.gate import serve_store, way_to_store
+from echelon.launch.line import BEAT, POLL, Board, Line, StoreGone
+from echelon.launch.roll import SUSPECT, Pulse
+from echelon.launch.secret import find_token
 
-POLL = 0.1
-#: A host whose launcher has not been heard of for so many seconds is taken for lost.
-SILENCE = 30.0
-#: How long the host that serves the store waits for the others to take leave of it.
-FAREWELL = 10.0
+#: A host that gives no sign of life for so long when a rank has just lost a peer is what it lost.
+LOST_AFTER = 6 * BEAT
 STORE_TIMEOUT = timedelta(seconds=60)
 
-T = TypeVar("T")
 
+class RoundEnded(Exception):
+    """A round was over before its ranks could start."""
 
-@dataclass(frozen=True)
-class Host:
-    """A launcher's card, laid on the table when it comes to the muster."""
-
-    token: str
-    name: str
-    address: str
-    endpoints: tuple[str, ...]
-    hosts: int
-    node_rank: int | None
-    serves: bool
-
-    @staticmethod
-    def from_json(text: bytes) -> Host:
-        card = json.loads(text)
-        endpoints = tuple(str(item) for item in card["endpoints"])
-        node_rank = None if card["node_rank"] is None else int(card["node_rank"])
-        name, address = str(card["name"]), str(card["address"])
-        return Host(str(card["token"]), name, address, endpoints, int(card["hosts"]), node_rank, bool(card["serves"]))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a round ended: whom to blame, and whether all go again."""
-
-    failure: Failure
-    again: bool
-
-
-def arrange(cards: Sequence[Host]) -> list[Host]:
-    """The hosts in order: --node-rank where given; else the serving host first, then by address and arrival."""
-    places: dict[int, Host] = {}
-    for card in cards:
-        if card.hosts != len(cards):
-            names = f"{cards[0].name} says --nnodes {cards[0].hosts}, {card.name} says --nnodes {card.hosts}"
-            raise UsageError(f"the hosts disagree on their number: {names}; give all the same")
-        if card.node_rank is not None:
-            if other := places.get(card.node_rank):
-                raise UsageError(
-                    f"--node-rank {card.node_rank} was given on two hosts, {other.name} and {card.name}; "
-                    "give each host its own, or none"
-                )
-            places[card.node_rank] = card
-    rest = sorted((card for card in cards if card.node_rank is None), key=lambda c: (not c.serves, c.address))
-    free = (place for place in range(len(cards)) if place not in places)
-    places |= dict(zip(free, rest, strict=True))
-    return [places[place] for place in range(len(cards))]
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.failure.line)
+        self.verdict = verdict
 
 
 class Muster(RendezvousHandler):
-    def __init__(
-        self, store: Store, *, where: str, name: str, address: str, procs: int, hosts: int, node_rank: int | None,
-        serves: bool, join_timeout: float, max_restarts: int,
-    ) -> None:  # fmt: skip
-        self._store = store
-        self._where = where
-        self._join_timeout = join_timeout
-        self._max_restarts = max_restarts
-        self._card = Host(uuid.uuid4().hex, name, address, (), hosts, node_rank, serves)
-        self._procs = procs
+    def __init__(self, attendance: Attendance, terms: Terms) -> None:
+        self._attendance, self._terms = attendance, terms
         self._rank_store: TCPStore | None = None
-        self._heard: dict[int, tuple[int, float]] = {}
-        self.round = -1
-        self.hosts: list[Host] = []
+        self._rank_store_at = ("", 0)
 
     # What torch's agent asks of a rendezvous
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all hosts, agree on their order, and open the ranks' store at the first of them."""
-        deadline = time.monotonic() + self._join_timeout
-        self._join_round(deadline)
-        self.hosts = arrange(self._gather(deadline))
-        self._card = dataclasses.replace(self._card, node_rank=self.node_rank)  # kept over restarts
-        self._heard.clear()
-        address, port = self._open_rank_store(deadline)
-        inner = PrefixStore(self._key("torch"), self._store)
-        return RendezvousInfo(inner, self.node_rank, len(self.hosts), RendezvousStoreInfo(address, port))
+        """Wait until the next round is complete, and open the ranks' store at its first host."""
+        self._attendance.come()
+        address, port = self._rank_store_at = self._open_rank_store()
+        return RendezvousInfo(self._board("torch"), self.node_rank, len(self.hosts), RendezvousStoreInfo(address, port))
 
     def get_backend(self) -> str:
         return "echelon"
@@ -138,144 +79,151 @@ class Muster(RendezvousHandler):
     # What our agent asks during a round
 
     @property
+    def lineup(self) -> Lineup:
+        return self._attendance.lineup
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return self.lineup.hosts
+
+    @property
     def node_rank(self) -> int:
-        return next(place for place, host in enumerate(self.hosts) if host.token == self._card.token)
+        place = self.lineup.place_of(self._attendance.token)
+        assert place is not None
+        return place
 
     @property
     def endpoints(self) -> list[str]:
         return [endpoint for host in self.hosts for endpoint in host.endpoints]
 
-    def settle(self, failure: Failure) -> Verdict:
+    def as_round(self, log_dir: Path) -> Round:
+        board = self._board("board")
+        return Round(self.lineup.number, self.node_rank, self.hosts, board, self._rank_store_at, log_dir)
+
+    def settle(self, failure: Failure, cause: Cause = "failed", gone: str = "") -> Verdict:
         """End this round because of ``failure``. The first host to say so is the one all believe."""
-        proposal = {"failure": failure.to_json(), "again": failure.rank >= 0 and self.round < self._max_restarts}
-        key = self._key("verdict")
-        return _read_verdict(self._ask(self._store.compare_set, key, "", json.dumps(proposal)))
+        if gone:
+            self._line.set(f"gone/{gone}", "1")
+        counted = cause in ("failed", "stuck") or (cause == "lost" and not self._terms.elastic)
+        proposal = Verdict(failure, self._may_go_again(failure, cause, counted), cause, counted)
+        return Verdict.from_json(self._line.compare_set(self._key("verdict"), "", proposal.to_json()))
+
+    def take_leave(self, failure: Failure) -> Verdict:
+        """This host leaves by its own will; an elastic job goes on when enough others are there."""
+        return self.settle(failure, "leaving", self._attendance.token)
 
     def verdict(self) -> Verdict | None:
-        key = self._key("verdict")
-        return _read_verdict(self._ask(self._store.get, key)) if self._ask(self._store.check, [key]) else None
+        text = self._line.find(self._key("verdict"))
+        return None if text is None else Verdict.from_json(text)
+
+    def accept(self, verdict: Verdict) -> None:
+        """The round is over by this verdict, and we go again."""
+        self._attendance.accept(verdict)
+
+    def depart(self, last_word: str, goes_on: bool) -> None:
+        self._attendance.depart(last_word, goes_on)
+
+    def ended(self) -> None:
+        """The ranks of this host are gone."""
+        if self.hosts:
+            self._line.set(self._key(f"ended/{self.node_rank}"), "1")
+
+    def outlast(self, seconds: float) -> None:
+        """Where the store of the ranks is ours: keep it until those of the other hosts have saved and ended."""
+        pulse, deadline = Pulse(self._line), time.monotonic() + seconds
+        awaited = list(enumerate(self.hosts)) if self._rank_store is not None else []
+        while awaited and time.monotonic() < deadline:
+            awaited = [
+                (place, host)
+                for place, host in awaited
+                if not self._line.check(self._key(f"ended/{place}")) and pulse.silence(host.token) < SUSPECT
+            ]
+            time.sleep(POLL / 2)
 
     def finish(self) -> None:
         """All ranks of this host are done."""
-        self._ask(self._store.set, self._key(f"done/{self.node_rank}"), "1")
+        self._line.set(self._key(f"done/{self.node_rank}"), "1")
 
     def all_finished(self) -> bool:
-        return bool(self._ask(self._store.check, [self._key(f"done/{n}") for n in range(len(self.hosts))]))
+        return self._line.check(*(self._key(f"done/{place}") for place in range(len(self.hosts))))
 
-    def beat(self) -> None:
-        """Tell the first host that we live."""
-        if len(self.hosts) > 1:
-            self._ask(self._store.add, self._key(f"beat/{self.node_rank}"), 1)
-
-    def silent_host(self) -> Host | None:
-        """On the first host: one that has not been heard of for too long. The others miss the first by its store."""
-        if self.node_rank != 0:
+    def changed_hosts(self) -> Verdict | None:
+        """On the host that calls the roll: the end of this round because a host was lost, or has come."""
+        if self._attendance.roll is None:
             return None
-        now = time.monotonic()
-        for place in range(1, len(self.hosts)):
-            beats = int(self._ask(self._store.add, self._key(f"beat/{place}"), 0))
-            if self._heard.get(place, (-1, 0.0))[0] != beats:
-                self._heard[place] = (beats, now)
-            elif now - self._heard[place][1] > SILENCE:
-                return self.hosts[place]
+        others = [host for host in self.hosts if host.token != self._attendance.token]
+        if silent := self._attendance.roll.pulse.first_silent(others, self._terms.host_timeout):
+            return self.lose(silent, self._terms.host_timeout)
+        if self._terms.elastic and (joiners := self._attendance.roll.joiners(self._attendance.round, self.hosts)):
+            names = ", ".join(host.name for host in joiners)
+            return self.settle(host_failure(names, "joined", 0), "joined")
         return None
 
-    def depart(self) -> None:
-        """Take leave; the host that serves the store stays until the others have."""
-        if not self._card.serves or self.round < 0:
-            if self.round >= 0:
-                self._ask(self._store.add, self._key("left"), 1)
-            return
-        deadline = time.monotonic() + FAREWELL
-        others = int(self._ask(self._store.add, self._key("arrived"), 0)) - 1
-        while int(self._ask(self._store.add, self._key("left"), 0)) < others and time.monotonic() < deadline:
-            time.sleep(POLL)
-
-    # Meeting
-
-    def _join_round(self, deadline: float) -> None:
-        """Lay our card on the table of the first round that has room; a replacement host finds it by itself."""
-        self.round += 1
-        while True:
-            if (verdict := self.verdict()) is None:
-                place = int(self._ask(self._store.add, self._key("arrived"), 1)) - 1
-                if place < self._card.hosts:
-                    return self._lay_card(place)
-                verdict = self._await(self.verdict, deadline, self._too_many)
-            if not verdict.again:
-                raise PeerLost(f"the job at {self._where} has ended: {verdict.failure.line}")
-            self.round += 1
-
-    def _lay_card(self, place: int) -> None:
-        ports = network.free_ports(self._card.address, self._procs)
-        endpoints = tuple(network.endpoint(self._card.address, port) for port in ports)
-        self._card = dataclasses.replace(self._card, endpoints=endpoints)
-        self._ask(self._store.set, self._key(f"host/{place}"), json.dumps(dataclasses.asdict(self._card)))
-
-    def _gather(self, deadline: float) -> list[Host]:
-        keys = [self._key(f"host/{place}") for place in range(self._card.hosts)]
-
-        def all_here() -> bool:
+    def find_lost(self) -> Verdict | None:
+        """A rank lost a peer: was it a whole host? Watch the beats of all for a moment, and what others say."""
+        roll, deadline = self._attendance.roll, time.monotonic() + LOST_AFTER
+        pulse = roll.pulse if roll else Pulse(self._line)  # who calls the roll has been listening all the time
+        unheard = [host for host in self.hosts if host.token != self._attendance.token]
+        for host in unheard:
+            pulse.silence(host.token)
+        while unheard:
             if (verdict := self.verdict()) is not None:
-                raise PeerLost(f"the job at {self._where} has ended before it began: {verdict.failure.line}")
-            return bool(self._ask(self._store.check, keys))
-
-        self._await(all_here, deadline, self._too_few)
-        return [self._read_card(key) for key in keys]
-
-    def _read_card(self, key: str) -> Host:
-        try:
-            return Host.from_json(self._ask(self._store.get, key))
-        except (ValueError, KeyError, TypeError):
-            raise PeerLost(f"something that is not a launcher of this job writes to {self._where}") from None
-
-    def _open_rank_store(self, deadline: float) -> tuple[str, int]:
-        key, first = self._key("rank-store"), self.hosts[0]
-        if self.node_rank == 0:
-            listener = network.listen(first.address, 0)
-            port = int(listener.getsockname()[1])
-            self._rank_store = TCPStore(
-                first.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-            self._ask(self._store.set, key, str(port))
-        self._await(lambda: self._ask(self._store.check, [key]), deadline, self._too_few)
-        return first.address, int(self._ask(self._store.get, key))
-
-    def _await(self, ready: Callable[[], T], deadline: float, missed: Callable[[], PeerLost]) -> Any:
-        """Poll rather than block in the store: a signal must be heeded at once."""
-        while not (answer := ready()):
-            if time.monotonic() > deadline:
-                raise missed()
+                return verdict
+            if (silent := pulse.first_silent(unheard, LOST_AFTER)) or time.monotonic() > deadline:
+                return self.lose(silent or unheard[0], LOST_AFTER)
             time.sleep(POLL)
-        return answer
+            unheard = [host for host in unheard if pulse.silence(host.token) > 0]
+        return None
 
-    def _too_few(self) -> PeerLost:
-        keys = [self._key(f"host/{place}") for place in range(self._card.hosts)]
-        names = [self._read_card(key).name for key in keys if self._ask(self._store.check, [key])]
-        return PeerLost(
-            f"{len(names)} of {self._card.hosts} hosts came to {self._where} within {self._join_timeout:g} s "
-            f"({', '.join(names)}); start the same command on the others, or give --join-timeout"
-        )
+    def lose(self, host: Host, seconds: float) -> Verdict:
+        failure = host_failure(host.name, f"was lost (not heard of for {seconds:g} s; is it up?)", 1)
+        return self.settle(failure, "lost", host.token)
 
-    def _too_many(self) -> PeerLost:
-        return PeerLost(
-            f"the job at {self._where} has all its {self._card.hosts} hosts already and did not need this one within "
-            f"{self._join_timeout:g} s; for another job choose another port"
-        )
+    def without_store(self, gone: StoreGone) -> Verdict:
+        """The store is gone: the verdict, when there is another place to meet; else raises."""
+        elastic = self._terms.elastic
+        if not self._attendance.stand_ins or not (elastic or self._attendance.restarts < self._terms.max_restarts):
+            raise gone
+        self._attendance.move()
+        names = [host.name for host in self.hosts if host.serves] or [self._line.where]
+        how = f"was lost (its launcher at {self._line.where} does not answer any more)"
+        return Verdict(host_failure(names[0], how, 1), True, "lost", not elastic)
+
+    def _open_rank_store(self) -> tuple[str, int]:
+        """Where the ranks of this host reach the store that the first host serves to all ranks."""
+        key, first = self._key("rank-store"), self.hosts[0]
+        secret = find_token() if self._terms.most > 1 else None
+        if self.node_rank == 0:
+            self._rank_store, port = serve_store(first.address, 0, secret, STORE_TIMEOUT)
+            self._line.set(key, str(port))
+        pulse = Pulse(self._line)
+        while (text := self._line.find(key)) is None:
+            if (verdict := self.verdict()) is not None:
+                raise RoundEnded(verdict)
+            if pulse.silence(first.token) > SUSPECT:
+                raise RoundEnded(self.lose(first, SUSPECT))
+            time.sleep(POLL)
+        try:
+            return way_to_store(first.address, int(text), secret)
+        except PeerLost:
+            if (verdict := self.find_lost()) is not None:
+                raise RoundEnded(verdict) from None
+            raise
+
+    def _may_go_again(self, failure: Failure, cause: Cause, counted: bool) -> bool:
+        if cause == "left" or (cause == "failed" and failure.explained and not failure.secondary):
+            return False  # what is explained in one line would come again
+        if cause == "leaving":
+            served = self._attendance.roll is None or self._attendance.stand_ins > 0
+            return self._terms.elastic and served and len(self.hosts) > self._terms.least
+        return not counted or self._attendance.restarts < self._terms.max_restarts
+
+    def _board(self, name: str) -> Board:
+        return Board(self._line, self._key(f"{name}/"), self._terms.host_timeout)
 
     def _key(self, name: str) -> str:
-        return f"round-{self.round}/{name}"
+        return self._attendance.key(name)
 
-    def _ask(self, call: Callable[..., T], *args: object) -> T:
-        try:
-            return call(*args)
-        except RuntimeError:  # torch's network and store errors alike
-            raise PeerLost(f"the launcher at {self._where} does not answer any more; look at its console") from None
-
-
-def _read_verdict(text: bytes) -> Verdict:
-    try:
-        given = json.loads(text)
-        return Verdict(Failure.from_json(given["failure"]), bool(given["again"]))
-    except (ValueError, KeyError, TypeError):
-        raise PeerLost("something that is not a launcher of this job writes to its store") from None
+    @property
+    def _line(self) -> Line:
+        return self._attendance.line

@@ -2,15 +2,95 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
+import ipaddress
 import socket
 import struct
+from dataclasses import dataclass
 
 from echelon.environment import LOOPBACK
 from echelon.errors import UsageError
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8915, 0x8913, 0x8921, 0x8946
+_IFF_UP = 0x1
+_ETHTOOL_GSET, _UNKNOWN_SPEED = 0x1, 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network interface; ``speed`` in Mb/s, ``None`` for what cannot be told."""
+
+    name: str
+    address: str | None
+    up: bool
+    mtu: int | None
+    speed: int | None
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way to an address: through which interface, and ``None`` or the gateway on the way."""
+
+    interface: str
+    gateway: str | None
+
+
+def nics() -> list[Nic]:
+    """All of this host. The kernel is asked, not /sys, which shows the network namespace that mounted it."""
+    return [Nic(name, address_of(name), _is_up(name), _mtu(name), _speed(name)) for name in interfaces()]
+
+
+def route_to(address: str, table: str) -> Route | None:
+    """The route to an IPv4 address by the kernel's table (/proc/net/route): the longest prefix, then the metric."""
+    wanted, found = int(ipaddress.IPv4Address(address)), []
+    for line in table.splitlines()[1:]:
+        words = line.split()
+        target, gateway, mask = (socket.ntohl(int(words[column], 16)) for column in (1, 2, 7))
+        if wanted & mask == target:
+            found.append((-mask.bit_count(), int(words[6]), words[0], gateway))
+    if not found:
+        return None
+    _, _, interface, gateway = min(found)
+    return Route(interface, str(ipaddress.IPv4Address(gateway)) if gateway else None)
+
+
+def own_name_address() -> str | None:
+    """What this host's own name resolves to, ``None`` for nothing: Gloo's choice where nothing else is said."""
+    try:
+        return resolve(socket.gethostname())
+    except UsageError:
+        return None
+
+
+def _asked(question: int, request: bytes) -> bytes | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return fcntl.ioctl(probe, question, request)
+        except OSError:
+            return None
+
+
+def _is_up(interface: str) -> bool:
+    answer = _asked(_SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
+    return answer is not None and bool(struct.unpack_from("H", answer, 16)[0] & _IFF_UP)
+
+
+def _mtu(interface: str) -> int | None:
+    answer = _asked(_SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+    return None if answer is None else int(struct.unpack_from("i", answer, 16)[0])
+
+
+def _speed(interface: str) -> int | None:
+    """``struct ethtool_cmd`` has it in two halves, at bytes 12 and 28."""
+    command = array.array("B", struct.pack("I40x", _ETHTOOL_GSET))
+    request = struct.pack("16sP16x", interface.encode()[:15], command.buffer_info()[0])
+    if _asked(_SIOCETHTOOL, request) is None:
+        return None
+    low, high = struct.unpack_from("H", command, 12)[0], struct.unpack_from("H", command, 28)[0]
+    speed = int(low) | int(high) << 16
+    return None if speed in (0, 0xFFFF, _UNKNOWN_SPEED) else speed
 
 
 def interfaces() -> list[str]:

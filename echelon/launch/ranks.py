@@ -7,7 +7,17 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from echelon.environment import LOG_DIR, PADDLE_ENDPOINT, PADDLE_ENDPOINTS, PADDLE_RANK, PADDLE_WORLD, PLAN
+from echelon.environment import (
+    CHECK,
+    ELASTIC,
+    LOG_DIR,
+    PADDLE_ENDPOINT,
+    PADDLE_ENDPOINTS,
+    PADDLE_RANK,
+    PADDLE_WORLD,
+    PLAN,
+    STALL,
+)
 from echelon.launch import network
 from echelon.launch.job import Job
 
@@ -16,13 +26,15 @@ class RankEnvironment(LogsSpecs):
     """torch asks its ``LogsSpecs`` for each rank's files just before starting it, environment in hand.
 
     The streams stay untouched here (worker.py opens the log); only the record's path and the names known from
-    Paddle are added. ``endpoints`` must be set before: one ``host:port`` per rank of the whole job.
+    Paddle are added. ``endpoints`` must be set before: one ``host:port`` per rank of the whole job; ``more`` may be:
+    what else every rank of this host finds in its environment.
     """
 
     def __init__(self, log_dir: Path, records: Path) -> None:
         super().__init__(log_dir=str(log_dir))
         self.log_dir = log_dir
         self.endpoints: list[str] = []
+        self.more: dict[str, str] = {}
         self._records = records
 
     @property
@@ -39,6 +51,7 @@ class RankEnvironment(LogsSpecs):
         for env in envs.values():
             rank = int(env["RANK"])
             self.record_of(rank).unlink(missing_ok=True)
+            env.update(self.more)
             env |= {
                 "TORCHELASTIC_ERROR_FILE": str(self.record_of(rank)),
                 PADDLE_RANK: str(rank),
@@ -64,6 +77,12 @@ def export(job: Job, address: str) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes)))
     os.environ[LOG_DIR] = str(job.log_dir)
+    if job.elastic is not None:
+        os.environ[ELASTIC] = job.elastic
+    os.environ[STALL] = f"{job.stall:g}"
+    if job.checked:
+        os.environ[CHECK] = "1"
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # the user's own collectives, too
     if job.plan is not None:
         os.environ[PLAN] = str(job.plan)
     if job.visible_gpus is not None:

@@ -3,44 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.environment import (
     BOUND_MARK,
+    COPIES,
+    ELASTIC,
+    LEAVE_MARK,
     LOG_DIR,
+    MEMORY,
     PADDLE_SERVERS,
     PLAN,
     PS_SESSION,
     PS_TOKEN,
+    REQUEUE,
     RESTARTS,
     SERVER_INDEX,
+    STALL,
+    STALL_JUDGE,
     TRAINING_ROLE,
     TRIAL,
 )
-from echelon.errors import PeerLost
-from echelon.launch.agent import HostAgent, JobFailed, host_failure
+from echelon.errors import EchelonError, PeerLost
+from echelon.launch.agent import HostAgent, JobFailed, Left
+from echelon.launch.attendance import NotNeeded
+from echelon.launch.cards import host_failure
+from echelon.launch.companion import Companion
 from echelon.launch.crew import gather
 from echelon.launch.failure import Failure
 from echelon.launch.guard import Guard
 from echelon.launch.job import Job
 from echelon.launch.meeting import open_muster, own_address
 from echelon.launch.muster import Muster
+from echelon.launch.parting import Marks
 from echelon.launch.ranks import RankEnvironment, export, forget_logs
 from echelon.launch.roles import open_session, share
+from echelon.launch.secret import find_token
 from echelon.launch.signals import heed_signals
+from echelon.launch.stall import StallWatch
+from echelon.memory.companion import Memory
 
 
 def launch(job: Job) -> int:
     """Run the job on this host and with the others; the exit code is the first failing rank's, or 0."""
-    logging.disable(logging.CRITICAL)  # torch's agent tells its own story at length; ours is one line
+    _hush_torch()
     heed_signals()
     _forget_surrounding_job()
     if job.one_host and job.master is not None:
@@ -52,31 +68,77 @@ def launch(job: Job) -> int:
         return _stopped(stop)
 
 
+def _hush_torch() -> None:
+    """torch's agent tells its own story at length, and its store warns of every host that is lost; ours is one line."""
+    logging.disable(logging.CRITICAL)
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return
+    errors_only = 2  # as that variable has it, which torch reads when it is imported
+    with contextlib.suppress(OSError, ValueError):
+        c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = errors_only
+
+
 def _forget_surrounding_job() -> None:
     """A script that is itself part of a job may start another one, which must not take itself for that part."""
     if LOG_DIR in os.environ:
         of_servers = (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX)
-        for name in (*of_servers, PLAN, TRIAL):
+        for name in (*of_servers, PLAN, TRIAL, ELASTIC, MEMORY, COPIES, LEAVE_MARK, STALL, STALL_JUDGE):
             os.environ.pop(name, None)
 
 
 def _run_ranks(job: Job, records: Path, guard: Guard) -> int:
     address = own_address(job)
     export(job, address)
-    muster = open_muster(job, address)
-    agent = HostAgent(job, muster, RankEnvironment(job.log_dir, records), guard, socket.gethostname())
+    with contextlib.ExitStack() as closing:
+        companions = _companions(job, address)
+        for companion in companions:
+            closing.callback(companion.close)
+        muster = open_muster(job, address, lambda: _cards(companions), _say)
+        ranks = RankEnvironment(job.log_dir, records)
+        agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), Marks(records), companions)
+        return _run_agent(agent, muster)
+
+
+def _run_agent(agent: HostAgent, muster: Muster) -> int:
+    last_word, goes_on = "", False
     try:
         agent.run()
+        return 0
     except JobFailed as end:
+        last_word = end.failure.line
         _report(end.failure)
         return end.failure.status
+    except Left as end:
+        last_word, goes_on = f"it was stopped by {end.number.name}", end.goes_on
+        _say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
+        return REQUEUE
+    except NotNeeded as end:
+        _say(str(end))
+        return 0
     except SignalException as stop:
-        _tell_others(muster, stop.sigval)
+        last_word = f"it was stopped by {stop.sigval.name}"
+        goes_on = _tell_others(muster, f"was stopped by {stop.sigval.name}", -stop.sigval)
+        raise
+    except EchelonError as error:
+        last_word = str(error)
+        _tell_others(muster, f"gave up: {error}", 1)
         raise
     finally:
         with contextlib.suppress(PeerLost):
-            muster.depart()
-    return 0
+            muster.depart(last_word, goes_on)
+
+
+def _companions(job: Job, address: str) -> list[Companion]:
+    """What this launcher keeps beside its ranks."""
+    companions: list[Companion] = [StallWatch(job.stall, ends=job.on_stall == "end")]
+    if job.copies:
+        companions.append(Memory(address, find_token(), job.copies))
+    return companions
+
+
+def _cards(companions: Sequence[Companion]) -> dict[str, str]:
+    return {name: value for companion in companions for name, value in companion.card.items()}
 
 
 def _run_roles(job: Job, records: Path, guard: Guard) -> int:
@@ -113,10 +175,11 @@ def _report(failure: Failure) -> None:
         _say(f"its log is {failure.log}{here}")
 
 
-def _tell_others(muster: Muster, number: signal.Signals) -> None:
-    if muster.round >= 0:
-        with contextlib.suppress(PeerLost):
-            muster.settle(host_failure(socket.gethostname(), f"was stopped by {number.name}", -number))
+def _tell_others(muster: Muster, why: str, exit_code: int) -> bool:
+    """Whether the job goes on without this host."""
+    with contextlib.suppress(PeerLost):
+        return bool(muster.hosts) and muster.take_leave(host_failure(socket.gethostname(), why, exit_code)).again
+    return False
 
 
 def _stopped(stop: SignalException) -> int:

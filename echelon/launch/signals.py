@@ -12,17 +12,34 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.launch.worker import HELD_SIGNALS
 
+#: Schedulers announce by these that the job must go soon.
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Notice:
+    """While it is heeded, the first of ``LEAVE_SIGNALS`` is only noted here; the second is an exception like others."""
+
+    def __init__(self) -> None:
+        self.given: signal.Signals | None = None
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        _notices.append(self)
+        try:
+            yield
+        finally:
+            _notices.remove(self)
+
+
+_notices: list[Notice] = []
+
 
 def heed_signals() -> None:
     """As torch's agent does once ranks run, but from the start, and leaving alone what nohup set to be ignored."""
-    heeded = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    for number in heeded:
-        signal.signal(number, _stop)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in heeded)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's agent puts its own handlers in place of ours
 
 
 @contextmanager
@@ -36,4 +53,7 @@ def signals_held() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    if number in LEAVE_SIGNALS and _notices and _notices[-1].given is None:
+        _notices[-1].given = signal.Signals(number)
+        return
     raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))

@@ -27,8 +27,11 @@ LINGER = 3.0
 #: Seconds for exit handlers after a failure: one may wait for ranks that will never answer.
 LAST_WORDS = 5.0
 
+#: The exit code of a rank that was asked to end and has saved (environment.REQUEUE).
+LEFT = 75
+
 #: The launcher holds these back while it starts ranks, and a process inherits what its parent holds back.
-HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 
 #: Classes that say a peer has gone, wherever they stand in an exception's chain.
 PEER_CLASSES = {"PeerLost", "DistNetworkError", "DistStoreError", "DistBackendError"}
@@ -56,7 +59,7 @@ def main() -> None:
     try:
         _run(kind, program, args)
     except SystemExit as end:
-        if end.code not in (None, 0):
+        if end.code not in (None, 0, LEFT):
             _record_end(end, "", secondary=False)
         raise
     except KeyboardInterrupt:

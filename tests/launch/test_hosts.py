@@ -1,17 +1,16 @@
 """Several hosts: two launchers on this machine meet at a loopback port."""
 
-import json
 import socket
 
 import pytest
 from command import echelon, finish, start, until, write
 from harness import free_port
 
-from echelon.errors import UsageError
-from echelon.launch.muster import Host, arrange
+from echelon.errors import PeerLost, UsageError
+from echelon.launch.cards import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
 
 
-def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts=3):
+def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):
     return Host(name, name, address, (), hosts, node_rank, serves)
 
 
@@ -108,9 +107,25 @@ def test_hosts_that_contradict_one_another_are_named():
     with pytest.raises(UsageError, match="--node-rank 1 was given on two hosts, a and b"):
         arrange([host("a", node_rank=1), host("b", node_rank=1), host("c")])
     with pytest.raises(UsageError, match="a says --nnodes 2, b says --nnodes 3"):
-        arrange([host("a", hosts=2), host("b", hosts=3)])
+        agree([host("a", hosts="2"), host("b", hosts="3")])
 
 
-def test_a_card_is_json_and_comes_back_as_it_was():
-    card = Host("t", "n", "10.0.0.1", ("10.0.0.1:5",), 2, None, True)
-    assert Host.from_json(json.dumps(card.__dict__).encode()) == card
+def test_in_an_elastic_job_who_was_there_keeps_its_place_and_joiners_come_behind():
+    came = [
+        Arrival(4, host("joiner", address="10.0.0.1")),
+        Arrival(4, host("third", serves=True), place=2, number=3),
+        Arrival(4, host("first", address="10.0.0.8"), place=0, number=3),
+    ]
+    assert [card.name for card in append(came)] == ["first", "third", "joiner"]
+
+
+def test_what_launchers_tell_one_another_is_json_and_comes_back_as_it_was():
+    card = Host("t", "n", "10.0.0.1", ("10.0.0.1:5",), "2:8", None, True, {"memory": "10.0.0.1:7"})
+    arrival, lineup = Arrival(3, card, 1, 2, 1), Lineup((card, card), 4, 2)
+    verdict = Verdict(host_failure("b", "was lost", 1), True, "lost", counted=False)
+    for said in (arrival, lineup, verdict):
+        assert type(said).from_json(said.to_json().encode()) == said
+    for text in (b"", b"[]", b"{}", b'{"round": "x"}', b'{"cause": "whim"}'):
+        for kind in (Arrival, Lineup, Verdict):
+            with pytest.raises(PeerLost, match="something that is not a launcher of this job"):
+                kind.from_json(text)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import torch
-from command import echelon, here, write
+from command import finish, here, start_fresh, write
 
 from echelon.environment import PADDLE_HOSTS
 from echelon.errors import UsageError
@@ -42,7 +42,7 @@ def test_the_command_says_it_in_one_line(tmp_path, words):
 
 def test_a_process_of_its_own_says_the_same(tmp_path):
     words = "run --procs 0 train.py"
-    assert echelon(*words.split(), cwd=tmp_path) == here(*words.split(), cwd=tmp_path)
+    assert finish(start_fresh(*words.split(), cwd=tmp_path)) == here(*words.split(), cwd=tmp_path)
 
 
 MISTAKES = [
@@ -52,6 +52,14 @@ MISTAKES = [
     ({"nnodes": 0}, "--nnodes 0 makes no job"),
     ({"nnodes": 2, "node_rank": 2, "master": "127.0.0.1:1"}, "--node-rank 2 does not fit --nnodes 2"),
     ({"nnodes": 2, "master": "somewhere"}, "--master 'somewhere' is not HOST:PORT"),
+    ({"nnodes": "2-8"}, r"--nnodes '2-8' is neither a number of hosts \(4\) nor a range \(2:8\)"),
+    ({"nnodes": "8:2"}, "--nnodes 8:2 begins above its end"),
+    ({"nnodes": 2, "master": "127.0.0.1:1,127.0.0.1:1"}, "names a place twice"),
+    ({"nnodes": 2, "master": "10.9.8.7:1"}, "needs a secret that all know: export ECHELON_TOKEN="),
+    ({"host_timeout": 1.0}, "--host-timeout 1 would take hosts for lost that only had a busy moment"),
+    ({"grace": -1.0}, "--grace -1 is no time to wait"),
+    ({"copies": -1}, "--copies -1 makes no job"),
+    ({"on_stall": "cry"}, "--on-stall 'cry' is neither end nor wait"),
     ({"max_restarts": -1}, "--max-restarts -1 makes no job"),
     ({"log_dir": "train.py"}, "--log-dir 'train.py' cannot be used"),
     ({"gpus": "two"}, "--gpus 'two' is neither a count"),
@@ -103,6 +111,14 @@ def test_the_number_of_hosts_may_come_from_the_environment(monkeypatch, name):
     monkeypatch.setenv(name, "many")
     with pytest.raises(UsageError, match=f"{name} must be the number of hosts, but it is 'many'"):
         check()
+
+
+def test_an_elastic_job_is_restarted_and_copied_unless_told_otherwise():
+    job = check(nnodes="2:8", master="127.0.0.1:1,127.0.0.1:2", max_restarts=None)
+    assert (job.fewest, job.nnodes, job.elastic, job.max_restarts, job.copies) == (2, 8, "2:8", 3, 1)
+    assert (job.master, len(job.masters)) == (("127.0.0.1", 1), 2)
+    job = check(nnodes="2", master="127.0.0.1:1", max_restarts=None)
+    assert (job.fewest, job.nnodes, job.elastic, job.max_restarts, job.copies) == (2, 2, None, 0, 0)
 
 
 def test_only_the_two_dashes_right_after_the_script_are_dropped():
