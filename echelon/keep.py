@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.data import Loader
+from echelon.elastic import Beginning
 from echelon.errors import CheckpointError, UsageError
 from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import SparseMomentum
@@ -34,6 +35,7 @@ from echelon.world import World, seed_for_rank
 if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
     from echelon.assembly import Parts
     from echelon.checkpoint import Stored, Writer
+    from echelon.memory.sources import Sources
     from echelon.ps.served import Served
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -67,6 +69,7 @@ class Keeper:
     def __init__(self, world: World, stream: int, schedulers: Sequence[Scheduler], settings: Checkpoint | None) -> None:
         self._world, self.stream = world, stream
         self._schedulers, self._settings = schedulers, settings
+        self.beginning = Beginning(None, world.size)  #: what training began with
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
         self._loader_states: list[dict[str, Any]] = []
@@ -77,6 +80,12 @@ class Keeper:
         self._scaler, self._local = parts.scaler, parts.local
         self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
         self._buffers = dict(parts.holdings.model.named_buffers())
+        self._aliases = model_aliases(parts.holdings.model)
+
+    @property
+    def kept_in(self) -> str | None:
+        """The directory of the run's own checkpoints."""
+        return self._settings.dir if self._settings is not None else None
 
     def due(self, step: int) -> bool:
         """Whether the run asked for a checkpoint at this step."""
@@ -123,21 +132,20 @@ class Keeper:
             served.forget_saves(Path(place))
         return path
 
-    def peek(self, path: str | Path) -> Stored:
+    def peek(self, source: str | Path | Stored) -> Stored:
         """Only let loaders go on from there; the rest can be restored when there is a place for it."""
-        from echelon.checkpoint import Stored, find
-
-        stored = Stored(find(path))
+        stored = _opened(source)
+        self.beginning.restore(stored.facts.get("elastic"))
         self.place_loaders(stored.facts["loaders"])
         return stored
 
-    def load(self, path: str | Path, loaders: bool = True, served: Served | None = None) -> Stored:
+    def load(self, source: str | Path | Stored, loaders: bool = True, served: Served | None = None) -> Stored:
         """Restore everything; returns what it was restored from."""
-        from echelon.checkpoint import Stored, find
-
-        stored = Stored(find(path))
+        stored = _opened(source)
         stored.load(model_tensors(self._holdings))
+        self._restore_statistics(stored)
         facts = stored.facts
+        self.beginning.restore(facts.get("elastic"))
         if served is not None:
             served.load(stored.path, facts.get("servers"), asks=served.worker == 0 and self._world.rank == 0)
         self._restore_strategies(stored)
@@ -190,6 +198,9 @@ class Keeper:
 
         return latest(self._settings.dir)
 
+    def step_of(self, checkpoint: Path) -> int:
+        return _opened(checkpoint).step
+
     def wait(self) -> None:
         for writer in self._writers.values():
             writer.wait()
@@ -199,7 +210,38 @@ class Keeper:
             writer.close()
         self._writers = {}
 
+    @property
+    def sources(self) -> Sources:
+        """Where the tensors that stay between updates lie."""
+        from echelon.memory.sources import Sources
+
+        return Sources(self._holdings, self._optimizers, changing=bool(self._compressors) or self._local is not None)
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have the same weights now: where they step alone, only when they have just met."""
+        return self._local is None or self._local.since == 0
+
+    def random_tensors(self) -> dict[str, Tensor]:
+        return random_state(self.stream, self._world.device)
+
+    def own_statistics(self) -> dict[str, Tensor]:
+        """Buffers that each replica has for itself, under its rank."""
+        return {
+            f"own.{self._world.rank}.{name.removeprefix('model.')}": _plain(value)
+            for name, value in model_tensors(self._holdings).items()
+            if name.removeprefix("model.") in self._buffers
+        }
+
     def _state(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+        tensors, optimizers = self.own_tensors()
+        mine, shared = self.own_facts(optimizers)
+        mine["gradients"] = self._gradients.facts()
+        ranks = gather_json(mine, self._world.control) if self._world.control else [mine]
+        return tensors, merged_facts(ranks, shared)
+
+    def own_tensors(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+        """The tensors of the training state that this rank has, and what it knows of the optimizers."""
         rank = self._world.rank
         kept, optimizers = optimizer_state(self._holdings, self._optimizers)
         tensors: dict[str, Tensor | Part] = {
@@ -213,23 +255,27 @@ class Keeper:
             tensors |= {f"dgc.{rank}.{key}.{name}": value for name, value in owed.items()}
         if self._local is not None:
             tensors |= {f"sync.{name}": value for name, value in self._local.tensors().items()}
+        return tensors, optimizers
+
+    def own_facts(self, optimizers: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank knows for itself, and what all ranks know alike (see ``merged_facts``).
+
+        On a GPU, numbers among the gradients' facts are tensors still.
+        """
         mine: dict[str, Any] = {
-            "gradients": self._gradients.facts(),
+            "gradients": self._gradients.numbers(),
             "scaler": self._scaler.facts(),
             "local": self._local.facts() if self._local else None,
             "values": {key: of["values"] for key, of in optimizers.items()},
         }
-        ranks = gather_json(mine, self._world.control) if self._world.control else [mine]
-        for key, of in optimizers.items():  # each rank knows those of the parameters it holds
-            of["values"] = {name: value for rank in ranks for name, value in rank["values"][key].items()}
-        facts = {
-            "ranks": [{key: value for key, value in rank.items() if key != "values"} for rank in ranks],
-            "aliases": model_aliases(self._holdings.model),
-            "optimizers": optimizers,
+        shared = {
+            "elastic": self.beginning.facts(),
+            "aliases": self._aliases,
+            "optimizers": {key: {"groups": of["groups"]} for key, of in optimizers.items()},
             "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._loaders],
         }
-        return tensors, facts
+        return mine, shared
 
     def _facts_of_rank(self, stored: Stored) -> dict[str, Any]:
         """What this rank noted; on another number of ranks, what rank 0 noted."""
@@ -259,6 +305,18 @@ class Keeper:
         with torch.no_grad():
             for name, value in model_tensors(self._holdings).items() if own else ():
                 _plain(value).copy_(own[name])
+
+    @torch.no_grad()
+    def _restore_statistics(self, stored: Stored) -> None:
+        """Buffers that every replica had for itself; on another number of ranks, their mean, as in a checkpoint."""
+        own = sorted(name.split(".", 2)[1] for name in stored.names() if name.startswith("own."))
+        if stored.world_size == self._world.size:
+            own = [str(self._world.rank)]
+        for name, value in self._buffers.items():
+            found = [stored.read(full) for rank in dict.fromkeys(own) if (full := f"own.{rank}.{name}") in stored]
+            if found:
+                mean = torch.stack(found).mean(0) if value.is_floating_point() else found[0]
+                value.copy_(mean)
 
     def _inherited(self, stored: Stored) -> list[int]:
         """Whose sums this rank goes on with: its own; on another number of ranks, rank 0 takes those of all."""
@@ -323,6 +381,22 @@ class Keeper:
                 timeout=self._world.timeout,
             )
         return self._writers[directory]
+
+
+def merged_facts(ranks: Sequence[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a checkpoint: what every rank knows for itself, and what all know alike."""
+    optimizers = {
+        key: {**of, "values": {name: value for rank in ranks for name, value in rank["values"][key].items()}}
+        for key, of in shared["optimizers"].items()  # each rank knows the values of the parameters it holds
+    }
+    alone = [{key: value for key, value in rank.items() if key != "values"} for rank in ranks]
+    return {**shared, "ranks": alone, "optimizers": optimizers}
+
+
+def _opened(source: str | Path | Stored) -> Stored:
+    from echelon.checkpoint import Stored, find
+
+    return source if isinstance(source, Stored) else Stored(find(source))
 
 
 def _plain(value: Tensor | Part) -> Tensor:

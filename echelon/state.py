@@ -6,6 +6,7 @@ merge.<i>.<n>.<name>                  gradients accumulated but not yet applied,
 dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gradient compression)
 sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
 local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
+own.<rank>.<name>                     in copies in memory: batch-norm statistics, where every replica has its own
 rng.<stream>.<generator>              the random streams; ranks that share a batch have one in common
 """
 
@@ -60,12 +61,16 @@ def optimizer_state(holdings: Holdings, optimizers: Optimizers) -> tuple[dict[st
                     tensors[f"optimizer.{key}.{name}.{field}"] = holdings.part(name, value)
                 else:
                     values.setdefault(name, {})[field] = encode(value)
-        groups = [
-            {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
-            for members, group in zip(holdings.groups[key], optimizer.param_groups, strict=True)
-        ]
-        facts[key] = {"values": values, "groups": groups}
+        facts[key] = {"values": values, "groups": optimizer_groups(holdings, key, optimizer)}
     return tensors, facts
+
+
+def optimizer_groups(holdings: Holdings, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer, group by group."""
+    return [
+        {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
+        for members, group in zip(holdings.groups[key], optimizer.param_groups, strict=True)
+    ]
 
 
 #: Reads a stored tensor: its name, and the layout of the parameter it belongs to.

@@ -6,6 +6,8 @@ nobody; only its planning is used here.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from echelon.checkpoint.faults import first_line
 from echelon.errors import CheckpointError, PeerLost
 from echelon.parallel.collective import json_to_tensor, tensor_to_json
+from echelon.watch.activity import waiting
 
 
 class PeerLostWhileSaving(CheckpointError, PeerLost):
@@ -43,8 +46,9 @@ class Peers:
         """Rank 0's ``decide`` over every rank's ``offer``; if any of them fails anywhere, the same error everywhere."""
         mine, cause = _attempt(offer)
         try:
-            offers = self._gather(mine)
-            verdict = self._broadcast(self._judge(offers, decide) if self.rank == 0 else None)
+            with _noted(doing):
+                offers = self._gather(mine)
+                verdict = self._broadcast(self._judge(offers, decide) if self.rank == 0 else None)
         except RuntimeError as error:
             raise PeerLostWhileSaving(
                 f"{doing}: rank {self.rank} lost contact with another rank ({first_line(error)}); "
@@ -88,6 +92,12 @@ class Peers:
             data = torch.zeros(int(length), dtype=torch.uint8)
         dist.broadcast(data, group=self._group, group_src=0)
         return tensor_to_json(data)
+
+
+def _noted(doing: str) -> contextlib.AbstractContextManager[None]:
+    """That the training thread waits here; a save in the background holds up nobody."""
+    here = threading.current_thread() is threading.main_thread()
+    return waiting("save", doing) if here else contextlib.nullcontext()
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:

@@ -48,8 +48,21 @@ class Stored:
     def facts(self) -> dict[str, Any]:
         return self._index.facts
 
+    @property
+    def title(self) -> str:
+        """What to call it."""
+        return str(self.path)
+
+    @property
+    def origin(self) -> str:
+        """What more there is to say of where it comes from."""
+        return ""
+
     def names(self) -> list[str]:
         return list(self._index.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index.tensors
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._entry(name).shape)

@@ -18,6 +18,7 @@ from echelon.checkpoint.save import Save
 from echelon.checkpoint.staging import Staging
 from echelon.errors import CheckpointError, UsageError
 from echelon.parallel.layout import Part
+from echelon.watch.activity import waiting
 from echelon.world import DEFAULT_TIMEOUT
 
 
@@ -81,7 +82,8 @@ class Writer:
     def wait(self) -> None:
         """Return when the last save is complete; raise if it failed."""
         if self._thread is not None:
-            self._thread.join()
+            with waiting("end of the save before"):
+                self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -156,10 +156,13 @@ class Gradients:
 
     def facts(self) -> dict[str, float | None]:
         """The numbers that belong to the training state."""
-        assumed = None if self.assumed is None else float(self.assumed)
+        return {name: float(value) if isinstance(value, Tensor) else value for name, value in self.numbers().items()}
+
+    def numbers(self) -> dict[str, Tensor | float | None]:
+        """The same, without waiting for a GPU that has not computed them yet."""
         return {
-            "merged": self.merged, "merged_samples": float(self.merged_samples), "own_samples": self._own_samples,
-            "assumed": assumed,
+            "merged": self.merged, "merged_samples": self.merged_samples, "own_samples": self._own_samples,
+            "assumed": self.assumed,
         }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any], unreduced: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:

@@ -1,0 +1,116 @@
+"""A memory file with two slots, one rank's copies in turn: while one is written the other stays whole.
+
+A slot is a seal, room for facts (JSON), and room for tensors. The seal is broken before anything in the slot changes
+and set when all of it is there, with a checksum over the facts; a writer that is killed in between leaves a broken one.
+The tensors have no checksum of their own: it would cost as much as the copy, every step, against memory that training
+trusts with the same numbers anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+_SEAL = struct.Struct("<qqqI")  # which copy, after which step, bytes of facts, checksum
+_PAGE = 4096
+_FACTS = 64  # where they begin
+#: What other programs of the host are left, as a part of the memory that is free.
+_LEFT = 0.1
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A whole copy."""
+
+    seq: int
+    step: int
+    facts: bytes
+
+
+class Bank:
+    """``room`` for facts and ``nbytes`` for tensors, twice, in the file ``fd``, which belongs to the bank."""
+
+    def __init__(self, fd: int, room: int, nbytes: int) -> None:
+        self.fd, self.room, self.nbytes = fd, room, nbytes
+        self._data = _pages(_FACTS + room)
+        self._slot = self._data + _pages(nbytes)
+        self.memory = mmap.mmap(fd, 2 * self._slot)
+        self.file = os.fdopen(fd, "rb", buffering=0, closefd=False)  # for sendfile
+
+    @staticmethod
+    def size(room: int, nbytes: int) -> int:
+        return 2 * (_pages(_FACTS + room) + _pages(nbytes))
+
+    @staticmethod
+    def make(room: int, nbytes: int) -> Bank:
+        """In new memory, all of it taken now: later there would be no way to say that there is none left."""
+        size = Bank.size(room, nbytes)
+        if size > (free := _free_memory()) * (1 - _LEFT):
+            raise MemoryError(f"{size >> 20} MB are wanted and {free >> 20} MB are free")
+        fd = os.memfd_create("echelon-copies")
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return Bank(fd, room, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def data(self, slot: int) -> int:
+        """Where the tensors of a slot begin."""
+        return slot * self._slot + self._data
+
+    def break_seal(self, slot: int) -> None:
+        at = slot * self._slot
+        self.memory[at : at + _SEAL.size] = bytes(_SEAL.size)
+
+    def seal(self, slot: int, seq: int, step: int, facts: bytes) -> None:
+        assert seq > 0
+        assert len(facts) <= self.room
+        at = slot * self._slot
+        self.memory[at + _FACTS : at + _FACTS + len(facts)] = facts
+        self.memory[at : at + _SEAL.size] = _SEAL.pack(seq, step, len(facts), _checksum(seq, step, facts))
+
+    def sealed(self, slot: int) -> Sealed | None:
+        """What a slot holds, if it is whole."""
+        at = slot * self._slot
+        seq, step, length, checksum = _SEAL.unpack_from(self.memory, at)
+        if seq <= 0 or not 0 <= length <= self.room:
+            return None
+        facts = self.memory[at + _FACTS : at + _FACTS + length]
+        return Sealed(seq, step, facts) if _checksum(seq, step, facts) == checksum else None
+
+    def close(self) -> None:
+        self.file.close()
+        with contextlib.suppress(BufferError):  # somebody still reads; the memory goes with the last view of it
+            self.memory.close()
+        os.close(self.fd)
+
+
+def _checksum(seq: int, step: int, facts: bytes) -> int:
+    return zlib.crc32(facts, zlib.crc32(struct.pack("<qq", seq, step)))
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _free_memory() -> int:
+    """Of the host, or of the container that we are in."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) << 10
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max" where nothing is limited
+        used = int((group / "memory.current").read_text()) - _reclaimable(group / "memory.stat")
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return free
+
+
+def _reclaimable(stat: Path) -> int:
+    """File pages that the kernel would give up, counted as used until it does."""
+    lines = dict(line.split() for line in stat.read_text().splitlines())
+    return int(lines.get("inactive_file", 0)) + int(lines.get("active_file", 0))
