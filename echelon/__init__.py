@@ -2,6 +2,7 @@
 
 from echelon.annotate import annotate, pipeline, replicate, set_default, split, stage
 from echelon.distribution import distribute
+from echelon.elastic import Elastic
 from echelon.engine import Engine
 from echelon.errors import EchelonError
 from echelon.keep import Checkpoint
@@ -52,6 +53,7 @@ __all__ = [
     "Checkpoint",
     "Dgc",
     "EchelonError",
+    "Elastic",
     "Engine",
     "Lamb",
     "Lars",

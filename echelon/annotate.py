@@ -153,6 +153,13 @@ class Marks:
     pipeline: Pipeline | None
     default: Replicate | Split | None
 
+    @property
+    def stages(self) -> int:
+        """How many stages are marked or asked for."""
+        if self.units:
+            return max(self.units.values()) + 1
+        return (self.pipeline.stages or 1) if self.pipeline else 1
+
 
 def collect(model: nn.Module) -> Marks:
     """Read the marks on ``model``'s modules; a shared module counts once, under its first name."""

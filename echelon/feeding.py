@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from echelon.data import Loader
+from echelon.data.loader import reads_apart
+from echelon.elastic import Beginning, shares
 from echelon.errors import DataError, UsageError
 from echelon.objective import count_samples
 from echelon.parallel.grid import Grid
@@ -20,14 +22,22 @@ class Feeding:
     """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
 
     def __init__(
-        self, world: World, plan: Plan, grid: Grid, served: Served | None = None, by_rank: bool = False
+        self,
+        world: World,
+        plan: Plan,
+        grid: Grid,
+        beginning: Beginning,
+        served: Served | None = None,
+        by_rank: bool = False,
     ) -> None:
         """by_rank: batch sizes are given for each rank, by someone who need not know how many make up a replica"""
+        self._beginning = beginning
         self._world, self._plan, self._grid = world, plan, grid
         self._replica, self._replicas = grid.index(*plan.data_axes), plan.replicas
         if served and served.dense:  # workers know of one another through servers only
             self._replica, self._replicas = served.worker, served.workers
         self._ranks_per_replica = world.size // self._replicas if by_rank else 1
+        beginning.replicas = self._replicas
         self._share: int | None = None  # how many samples of the latest batch count
 
     def judged(self, dataset: Any, batch_size: int) -> Loader:
@@ -53,13 +63,44 @@ class Feeding:
             ahead=ahead,
         )
 
-    @property
-    def replicas(self) -> int:
-        """How many shares the data set is dealt out in."""
-        return self._replicas
+    def training(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        global_batch: int | None,
+        say: Callable[[str], None],
+        ahead: Callable[[Any], None] | None,
+        options: dict[str, Any],
+    ) -> Loader:
+        """For training: a global batch of which the elastic rule, where one is in force, has had its say."""
+        size = self.replica_batch(batch_size, global_batch)
+        if self._beginning.rule is not None:
+            options = {**self._elastic_options(dataset, size, global_batch, say), **options}
+        loader = self.loader(dataset, ahead, batch_size=size, **options)
+        news = self._beginning.made(loader.global_batch)
+        say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
+        return loader
+
+    def _elastic_options(
+        self, dataset: Any, size: int, global_batch: int | None, say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {"multiple": self._beginning.multiple, "on_change": say}
+        if global_batch is None or size * self._replicas == global_batch:
+            return options
+        if not reads_apart(dataset):
+            return {**options, "total": global_batch}
+        say(
+            f"a global batch of {global_batch} cannot be dealt out to {self._replicas} replicas that read parts of "
+            f"their own; {size} for each make {size * self._replicas}"
+        )
+        return options
+
+    def _dealt_out(self, loader: Loader) -> str:
+        total, replicas = loader.global_batch, self._replicas
+        return f"{loader.batch_size} per replica x {replicas}" if total % replicas == 0 else shares(total, replicas)
 
     def replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
-        """Samples for each replica, from one of the two."""
+        """Samples for each replica, from one of the two; where ranks may come and go, for the one with the most."""
         if (batch_size is None) == (global_batch is None):
             raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
         if batch_size is not None:
@@ -67,6 +108,8 @@ class Feeding:
         assert global_batch is not None
         replicas = self._replicas
         size, rest = divmod(global_batch, replicas)
+        if self._beginning.rule is not None:
+            return size + (rest > 0)
         if rest or size < 1:
             near = [n * replicas for n in (size, size + 1) if n]
             raise DataError(

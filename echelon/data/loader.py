@@ -24,6 +24,7 @@ from echelon.data.source import Piece, Source, UnknownLength, is_stream, kind_na
 from echelon.data.stream import StreamSource
 from echelon.data.transfer import on_device
 from echelon.errors import DataError, UsageError, nearest
+from echelon.watch.activity import activity
 
 
 class Loader:
@@ -32,6 +33,10 @@ class Loader:
     ``batch_size`` is for each rank. Step by step, all ranks together see the samples that one rank with the global
     batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``). ``shares`` deals a
     global batch out unevenly, for ranks of different speed; ``batch_size`` is then their average.
+
+    Where the number of ranks has changed since training began: ``total`` is the global batch, which the ranks need not
+    divide; the end of an epoch is padded to a ``multiple``; and ``on_change`` is told where an epoch begins anew, since
+    its data is dealt out by the number of ranks. Without it that is an error.
     """
 
     def __init__(
@@ -53,6 +58,9 @@ class Loader:
         bucket_window: int = 64,
         shuffle_buffer: int = 1024,
         shares: Sequence[float] = (),
+        total: int | None = None,
+        multiple: int | None = None,
+        on_change: Callable[[str], None] | None = None,
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
         on_share: Callable[[int], None] | None = None,
@@ -78,12 +86,15 @@ class Loader:
             bucket_window=bucket_window,
             shuffle_buffer=shuffle_buffer,
             shares=tuple(float(share) for share in shares),
+            total=total,
+            multiple=multiple,
         )
         self._source = open_source(dataset, self._options)
         self._agreement = (
             Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
         )
         self._device, self._on_share, self._ahead = device, on_share, ahead
+        self._on_change = on_change
         pin = device is not None and device.type == "cuda"
         in_processes = 0 if isinstance(self._source, BlockSource) else workers  # blocks are read by threads
         self._fetching = Fetching(self._source, workers=in_processes, prefetch=prefetch, pin=pin)
@@ -104,9 +115,12 @@ class Loader:
         self._continues = False
         self._iteration += 1
         mine = self._iteration
+        activity.enter("data")
         for piece in _one_ahead(self._pieces(), self._ahead) if self._ahead else self._pieces():
             self._account(piece)
+            activity.enter(activity.call or "user code")
             yield piece.batch
+            activity.enter("data")
             if mine != self._iteration:
                 raise DataError("this loader was begun anew or moved inside a loop over it; use a loader for each loop")
         self._next_epoch()
@@ -183,7 +197,15 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with this or another number of ranks or batch size."""
-        self._cursor = from_state(state, self._order_facts(), self.global_batch)
+        order = self._order_facts()
+        then, now = state.get("order", {}).get("world_size"), order.get("world_size")
+        if self._on_change is not None and then != now and state.get("samples"):
+            self._on_change(
+                f"epoch {state['epoch']} was begun by {then} ranks that read parts of their own, and there are {now} "
+                "now: it begins anew"
+            )
+            state = {**state, "samples": 0, "position": 0}
+        self._cursor = from_state(state, order, self.global_batch)
         self._continues = True
         self._iteration += 1
 
@@ -281,6 +303,12 @@ def columns_of(dataset: Any) -> tuple[Any, ...]:
     if isinstance(dataset, tuple) and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
         return dataset
     return ()
+
+
+def reads_apart(dataset: Any) -> bool:
+    """Whether each rank reads a part of its own, and not its share of one global order."""
+    mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return is_blocked(dataset) or (is_sharded(dataset) and not mapped and not columns_of(dataset))
 
 
 def _open_columns(columns: Columns, options: LoaderOptions) -> Source:

@@ -95,12 +95,13 @@ class MapSource:
 
     def _pick(self, epoch: int, indices: Indices, start: int, taken: int) -> Pick:
         own = self._options.own(len(indices))
-        mine = indices[own]
-        positions = np.arange(start, start + len(indices))[own]
-        return Pick(epoch, mine, positions, len(mine), taken, *self._elements(mine))
+        share = len(indices[own])
+        shown = own if share else slice(0, 1)  # fewer samples than ranks: a stand-in that counts for nothing
+        mine, positions = indices[shown], np.arange(start, start + len(indices))[shown]
+        return Pick(epoch, mine, positions, share, taken, *self._elements(mine))
 
     def _padded(self, epoch: int, order: EpochOrder, start: int, stop: int) -> Pick:
-        extra = -(stop - start) % self._options.world_size
+        extra = self._options.missing(stop - start)
         again = numpy_stream(self._options.seed, Use.PAD, epoch).randint(0, self._count, extra)
         return self._pick(epoch, np.concatenate([order.take(start, stop), again]), start, stop - start)
 

@@ -30,6 +30,8 @@ class LoaderOptions:
     bucket_window: int
     shuffle_buffer: int
     shares: tuple[float, ...] = ()
+    total: int | None = None
+    multiple: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -41,13 +43,19 @@ class LoaderOptions:
                 f"shares={self.shares}: one number above 0 for each of the {self.world_size} replicas, such as "
                 f"{(2.0, *[1.0] * (self.world_size - 1))}"
             )
+        if self.total is not None and self.total < 1:
+            raise DataError(f"total={self.total}: a global batch needs at least one sample")
         for name, least in (("workers", 0), ("prefetch", 1), ("bucket_window", 1), ("shuffle_buffer", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be {least} or more")
 
     @property
     def global_batch(self) -> int:
-        return self.batch_size * self.world_size
+        return self.total or self.batch_size * self.world_size
+
+    def missing(self, count: int) -> int:
+        """How many samples fill up the ragged end of an epoch, which has ``count``."""
+        return -count % (self.multiple or self.world_size)
 
     def own(self, count: int) -> slice:
         """This rank's share of a global batch of ``count``. Sorted batches are dealt out like cards."""

@@ -25,6 +25,7 @@ from echelon.data.seeding import apart
 from echelon.data.source import Piece, lengths_function
 from echelon.data.stream import Binding, Item, Passes, Reader, Turn, announce
 from echelon.errors import DataError, PeerLost
+from echelon.watch.activity import waiting
 
 
 class Ragged(NamedTuple):
@@ -169,7 +170,8 @@ class Agreement:
     def _tally(self, vote: Vote) -> tuple[int, int]:
         try:
             if vote.under_way is not None:
-                vote.under_way.wait()
+                with waiting("agreement on the data left", "", self._group):
+                    vote.under_way.wait()
                 vote.under_way = None
         except RuntimeError as error:
             raise PeerLost(

@@ -179,10 +179,10 @@ class StreamSource:
             if not items or (not full and self._options.uneven == "drop"):
                 return None
             if self._options.uneven == "pad":
-                extra = -taken % self._options.world_size
+                extra = self._options.missing(taken)
                 items = items + reader.reservoir.again(extra, self._passes.key(request))
             own = items[self._options.own(len(items))]
-            shown = own or reader.previous[self._options.own(len(reader.previous))] or reader.previous
+            shown = own or reader.previous[self._options.own(len(reader.previous))] or reader.previous or items[:1]
             return self._bind(shown, request.epoch, share=len(own), taken=taken)
 
     def _open(self, epoch: int) -> Iterable[Any]:

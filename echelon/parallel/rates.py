@@ -10,15 +10,16 @@ import torch
 from echelon.plan import Plan
 
 
-def rate_factor(plan: Plan, step: int) -> float:
+def rate_factor(plan: Plan, step: int, replicas: int | None = None) -> float:
     """What to multiply the learning rate by at ``step`` (from 1).
 
     An update averages over the batches of all replicas and merged passes; the rate was given for one of them.
+    replicas: how many there were when training began, where that counts and not how many there are
     """
     scaling = plan.lr_scaling
     if scaling is None:
         return 1.0
-    full = scaling.factor(plan.replicas * plan.gradient_merge)
+    full = scaling.factor((replicas or plan.replicas) * plan.gradient_merge)
     warm = min(step / scaling.warmup_steps, 1.0) if scaling.warmup_steps else 1.0
     return 1.0 + (full - 1.0) * warm
 

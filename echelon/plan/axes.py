@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import NamedTuple
+
 from echelon.errors import UsageError
 from echelon.marks import Pipeline
+
+
+class Refit(NamedTuple):
+    """The nearest shape of one copy of the model, where the one that was asked for does not fit the ranks."""
+
+    stage: int
+    split: int
+    asked: str  #: in words
 
 
 def find_axes(
@@ -21,11 +32,42 @@ def find_axes(
     needed = along * across
     if ranks % needed:
         raise UsageError(
-            f"one copy of the model takes {needed} ranks ({_words(along, across)}), and {ranks} is not a multiple of "
+            f"one copy of the model takes {needed} ranks ({words(along, across)}), and {ranks} is not a multiple of "
             f"that; start {_near(ranks, needed)} processes"
         )
     mesh = {"replicate": ranks // needed, "stage": along, "split": across}
     return {axis: count for axis, count in mesh.items() if count > 1 or axis == "replicate"}
+
+
+def refit(stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int) -> Refit | None:
+    """The nearest shape where ``find_axes`` finds none for these ranks; None where it finds one.
+
+    Every rank has a part. The size of splits is kept before the number of stages; where nobody said how large a split
+    is, it takes what the stages leave. A smaller split divides the asked one: what can be cut in 4 can be in 2.
+    """
+    whole_slices = ranks == 1 or ranks % (slice_size or 1) == 0
+    with contextlib.suppress(UsageError):
+        if find_axes(stages, pipeline, splits, slice_size, ranks) and whole_slices:
+            return None
+    places = _possible_places(stages, pipeline)
+    if splits and slice_size is None:
+        stage = max(count for count in places if ranks % count == 0)
+        return Refit(stage, ranks // stage, f"{words(places[0], 1)} split over equally many")
+    asked = find_axes(stages, pipeline, splits, slice_size, slice_size) if slice_size else {"stage": places[0]}
+    along, across = asked.get("stage", 1), asked.get("split", 1)
+    splittings = [count for count in range(1, across + 1) if across % count == 0]
+    split, stage = max(
+        (split, stage) for split in splittings for stage in places if stage <= along and ranks % (stage * split) == 0
+    )
+    return Refit(stage, split, words(along, across))
+
+
+def _possible_places(stages: int, pipeline: Pipeline | None) -> list[int]:
+    """Numbers of ranks along the stage axis that the stages can be dealt out to, the largest first."""
+    if pipeline is None or pipeline.schedule != "interleaved":
+        return list(range(stages, 0, -1))
+    most = _stage_ranks(stages, pipeline, None)
+    return [count for count in range(most, 0, -1) if stages % count == 0]
 
 
 def _stage_ranks(stages: int, pipeline: Pipeline | None, size: int | None) -> int:
@@ -48,13 +90,14 @@ def _split_ranks(along: int, splits: bool, size: int | None, ranks: int) -> int:
     across = size // along
     if across > 1 and not splits:
         raise UsageError(
-            f"a slice of {size} ranks was asked for, but the marks fill only {along} ({_words(along, 1)}); mark "
+            f"a slice of {size} ranks was asked for, but the marks fill only {along} ({words(along, 1)}); mark "
             f"something split, or take a slice of {along}"
         )
     return min(across, ranks)
 
 
-def _words(along: int, across: int) -> str:
+def words(along: int, across: int) -> str:
+    """One copy of the model, in words."""
     parts = [f"{along} stages" if along > 1 else "", f"split over {across}" if across > 1 else ""]
     return " x ".join(part for part in parts if part) or "one whole model a rank"
 

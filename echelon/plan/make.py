@@ -63,7 +63,7 @@ def make_plan(
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
     hierarchical = dgc is not None and dgc.hierarchical
     size = cluster.slice_size(ranks_per_host) if cluster else None
-    mesh = mesh or find_axes(_stages(marks), marks.pipeline, bool(marks.splits), size, ranks)
+    mesh = mesh or find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)
     plan = Plan(
         mesh=dict(mesh),
         order=_order(cluster, mesh, ranks, ranks_per_host),
@@ -135,12 +135,6 @@ def _shard(asked: Shard | None, replicas: int) -> Shard | None:
 
 def _implied(marks: Marks) -> list[str]:
     return [name for name, there in (("split", marks.splits), ("pipeline", marks.pipeline)) if there]
-
-
-def _stages(marks: Marks) -> int:
-    if marks.units:
-        return max(marks.units.values()) + 1
-    return (marks.pipeline.stages or 1) if marks.pipeline else 1
 
 
 def _with_default(model: nn.Module, marks: Marks) -> Marks:

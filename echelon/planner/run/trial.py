@@ -11,7 +11,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -27,9 +27,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from echelon.environment import BOUND_MARK, LOG_DIR, LOOPBACK, PLAN, RESTART_COUNT, TRIAL
+from echelon.environment import BOUND_MARK, LOG_DIR, LOOPBACK, PADDLE_ENDPOINTS, PLAN, RESTART_COUNT, TRIAL
 from echelon.launch import worker
 from echelon.launch.failure import read_record
+from echelon.launch.gate import serve_store, way_to_store
+from echelon.launch.secret import find_token
 from echelon.parallel.collective import gather_json
 from echelon.planner.run.saved import SavedPlan
 from echelon.world import World
@@ -172,7 +174,9 @@ class _Crew:
     def __init__(self, world: World, script: Script) -> None:
         self._world, self._script, self._round = world, script, 0
         self._directory = tempfile.TemporaryDirectory(prefix="echelon-trial-")
-        self._address = LOOPBACK if world.place.one_host else world.place.master_addr
+        self._address = _first_host(world)
+        self._token = None if world.place.one_host else find_token()
+        self._served: list[TCPStore] = []
         self._store = self._open_store()
 
     def __enter__(self) -> _Crew:
@@ -185,9 +189,17 @@ class _Crew:
         world = self._world
         if world.control is None:
             return None
-        own = TCPStore(self._address, 0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
-        port = gather_json(own.port if own else 0, world.control)[0]
-        return own or TCPStore(self._address, port, is_master=False, wait_for_workers=False)
+        return TCPStore(*self._meeting_place(), is_master=False, wait_for_workers=False)
+
+    def _meeting_place(self) -> tuple[str, int]:
+        """Of a new store, which rank 0 serves: where this rank and its child reach it."""
+        port = 0
+        if self._world.rank == 0:
+            store, port = serve_store(self._address, 0, self._token, timedelta(minutes=5))
+            self._served = [*self._served[:1], store]  # the ranks' own, and that of the trial under way
+        if self._world.control is not None:
+            port = gather_json(port, self._world.control)[0]
+        return way_to_store(self._address, port, self._token)
 
     def tried(self, plan: SavedPlan) -> Outcome:
         self._round += 1
@@ -221,18 +233,16 @@ class _Crew:
 
     def _environment(self, place: Path, told: Path) -> dict[str, str]:
         where = self._world.place
-        port = _free_port(self._address) if where.rank == 0 else 0
-        if self._world.control is not None:
-            port = gather_json(port, self._world.control)[0]
+        address, port = self._meeting_place()
         job = {
             "RANK": where.rank,
             "WORLD_SIZE": where.world_size,
             "LOCAL_RANK": where.local_rank,
             "LOCAL_WORLD_SIZE": where.local_world_size,
             "GROUP_RANK": where.node_rank,
-            "MASTER_ADDR": self._address,
+            "MASTER_ADDR": address,
             "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": place / "end.json",
             RESTART_COUNT: 0,
             LOG_DIR: place,
@@ -278,7 +288,9 @@ def _patience(plan: SavedPlan) -> float:
     return PATIENCE + 2 * (time.monotonic() - _BEGUN) + 10 * (WARM + COUNTED) * expected
 
 
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+def _first_host(world: World) -> str:
+    """The address of rank 0's host. What ranks know as MASTER_ADDR may be their own host's tunnel to it."""
+    if world.place.one_host:
+        return LOOPBACK
+    endpoints = os.environ.get(PADDLE_ENDPOINTS, "")
+    return endpoints.partition(",")[0].rpartition(":")[0].strip("[]") or world.place.master_addr
