@@ -13,8 +13,9 @@ from torch import nn
 
 from echelon import world as worlds
 from echelon.annotate import collect
+from echelon.elastic import Elastic, fitted, rule_in_force
 from echelon.engine import Engine
-from echelon.environment import PLAN_ONLY
+from echelon.environment import COPIES, PLAN_ONLY, whole_number
 from echelon.errors import UsageError, nearest
 from echelon.keep import Checkpoint, Scheduler
 from echelon.nn import SparseEmbedding
@@ -28,6 +29,7 @@ from echelon.slices import Slices
 from echelon.slices import current as current_cluster
 from echelon.strategy import Auto, ParameterServer, Strategy
 from echelon.watch import Log
+from echelon.watch.reporter import report
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def distribute(
     cluster: Slices | None = None,
     sample: Any = None,
     checkpoint: Checkpoint | None = None,
+    elastic: Elastic | None = None,
     log: Log | None = None,
     **unknown: Any,
 ) -> Engine:
@@ -60,6 +63,8 @@ def distribute(
     sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch; with
                 ``auto`` the plan is found with it
     checkpoint: where and how often to save by itself; training resumes from there with the same command
+    elastic:    what becomes of batch and learning rate when training goes on with another number of ranks; by default
+                it applies where the launcher lets hosts come and go (docs/elastic.md)
     """
     if PLAN_ONLY in os.environ:
         from echelon.planner.explain.script import listen
@@ -78,13 +83,18 @@ def distribute(
         checkpoint, log = None, Log(console=False)
     if trial or saved or asked.auto:
         refuse_company(asked, marks, cluster, served is not None, planned=saved is not None)
-    made = make_plan(model, optimizers, asked, world.size, here, marks, cluster or current_cluster())
-    choosing = Choosing(asked.part(Auto), world, model, loss, optimizers)
+    rule = rule_in_force(elastic, by_servers=served is not None and served.dense)
+    marks, slices, reshaped = fitted(rule, marks, cluster or current_cluster(), world.size, here)
+    made = make_plan(model, optimizers, asked, world.size, here, marks, slices)
+    choosing = Choosing(_described(asked.part(Auto), rule, world.size), world, model, loss, optimizers)
     engine = Engine(
         *(world, Groups(world.backend), model, loss, optimizers, _listed(scheduler), made, marks, checkpoint),
-        *(log or Log(), served, choosing),
+        *(log or Log(), served, choosing, rule),
     )
     engine.trial = trial
+    report(world)
+    if reshaped is not None:
+        engine.say(reshaped)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
     if trial is not None:
         choosing.run(engine, trial.candidate, batch)
@@ -98,7 +108,23 @@ def distribute(
     engine.resume()
     if served is not None:
         served.begin()
+    if trial is None and (checkpoint is not None or _copies(served)):
+        engine.heed_signals()
     return engine
+
+
+def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | None:
+    """With other ranks than the cluster was described with, the plan is found for the devices that are there."""
+    if auto is None or auto.cluster is None or rule is None:
+        return auto
+    from echelon.planner.machines.cluster import Cluster
+
+    return auto if Cluster.parse(auto.cluster).size == ranks else dataclasses.replace(auto, cluster=None)
+
+
+def _copies(served: Served | None) -> bool:
+    """Whether ranks keep copies of their state with their launchers; servers keep that of their workers."""
+    return whole_number(os.environ, COPIES, 0) > 0 and not (served is not None and served.dense)
 
 
 _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))

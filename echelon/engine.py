@@ -8,8 +8,10 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +21,16 @@ from echelon.annotate import Marks
 from echelon.announcement import announcement, left_out, local_statistics, placement
 from echelon.assembly import Parts, assemble
 from echelon.data import Loader
+from echelon.elastic import Beginning, Elastic
+from echelon.environment import REQUEUE
 from echelon.errors import EchelonError, LossError, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
 from echelon.feeding import Feeding
 from echelon.keep import Checkpoint, Keeper, Scheduler
+from echelon.leave import Leaving
+from echelon.memory.where import Where
 from echelon.objective import LossFunction, Objective, as_batch, count_samples, scalar
-from echelon.parallel.agree import agree, agree_on_batch
+from echelon.parallel.agree import RollCall, agree, agree_on_batch, together
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.gradients import scaled
@@ -39,11 +45,15 @@ from echelon.parallel.tally import StagedTally, Tally
 from echelon.parallel.whole import whole_state
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
+from echelon.plan.mesh import AXES
 from echelon.watch import Log, Watch
+from echelon.watch.activity import activity
 from echelon.watch.losses import Losses
 from echelon.world import World, seed_for_rank
 
 if TYPE_CHECKING:
+    from echelon.checkpoint import Stored
+    from echelon.memory.copies import Copies
     from echelon.parallel.local import LocalSteps
     from echelon.parallel.pipeline.train import MicroBatches, Staged
     from echelon.planner.run.auto import Choosing
@@ -69,6 +79,7 @@ class Engine:
         log: Log,
         served: Served | None = None,
         choosing: Choosing | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
         self.world, self.model = world, model
         self.served = served  #: parameter servers' part, where tables or parameters live there
@@ -81,9 +92,11 @@ class Engine:
         self._parts: Parts | None = None  # until ``assemble``
         self._choosing = choosing  # with ``auto``, until the plan is found
         self.trial: Trial | None = None  #: in a process that only times a candidate of ``auto``
+        self._beginning = Beginning(elastic, world.size)
         self._take(plan, marks)
         self._keeper = Keeper(world, self.stream, schedulers, checkpoint)
-        self._pending: Path | None = None  # a checkpoint to load once the model is assembled
+        self._keeper.beginning = self._beginning
+        self._pending: Path | Stored | None = None  # a checkpoint to load once the model is assembled
         self._log = log
         self._watch = Watch(log, world.device, self.worker)
         self._clock = self._watch.clock
@@ -92,6 +105,11 @@ class Engine:
         self._loader: Loader | None = None
         self._losses = Losses(world.rank, on_gpu=world.device.type == "cuda")
         self._local: LocalSteps | None = None
+        limit = timedelta(seconds=world.timeout)
+        self._roll = RollCall(partial(groups.new, None, "gloo", limit) if world.control is not None else None)
+        self._leaving: Leaving | None = None
+        self._memories = Where.for_next_engine() if served is None else None  # servers keep a journal of their own
+        self._copies: Copies | None = None
         atexit.register(self._close_at_exit)
 
     def _take(self, plan: Plan, marks: Marks, found: SavedPlan | None = None) -> None:
@@ -100,7 +118,7 @@ class Engine:
         self._grid = Grid(plan.mesh, plan.order, self.world.rank, self._groups)
         self._objective = Objective(self.model, self._judged_by, plan.amp, self.world.device)
         self._notices = replaced_decay(plan, self._given)
-        self._feeding = Feeding(self.world, plan, self._grid, self.served, by_rank=found is not None)
+        self._feeding = Feeding(self.world, plan, self._grid, self._beginning, self.served, by_rank=found is not None)
         self._is_last = self._grid.at["stage"] == self._grid.size("stage") - 1
         # Of all ranks that work on one batch, one speaks for it.
         self._speaks = self._is_last and (plan.spread or self._grid.at["split"] == 0)
@@ -147,6 +165,9 @@ class Engine:
         self._shared_axes = tuple(axis for axis in ("stage", "split") if axis not in self.plan.data_axes)
         self._partners = self._grid.control(*self._shared_axes) if self.plan.in_parts else None
         self._keeper.takes(parts)
+        activity.alike = self._grid.ranks(*(axis for axis in AXES if axis != "stage"))
+        if self._local:
+            self._local.before_meeting = lambda: self._roll.answer("step", self.steps + 1)
         if self._log.placement:
             for line in placement(self.plan, self._marks, self.world.place.local_world_size):
                 self.say(line)
@@ -160,6 +181,7 @@ class Engine:
 
     # ---- training ----
 
+    @together("data")
     def step(self, *batch: Any, samples: float | None = None, **named: Any) -> Tensor:
         """Forward, backward, reduce, clip, update. Returns the mean loss over the global batch.
 
@@ -198,6 +220,7 @@ class Engine:
         self._gradients.add_local(scalar(loss))
         self._local_loss = self._local_loss + loss.detach()
 
+    @together("communicate")
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.
 
@@ -212,6 +235,7 @@ class Engine:
         self._local_loss = torch.zeros(())
         self._apply(chosen, tally)
 
+    @together("evaluate")
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, metrics: Mapping[str, Metric | str] | Sequence[str] = ()
     ) -> dict[str, float]:
@@ -230,6 +254,7 @@ class Engine:
         self._watch.note({"step": self.steps, **{f"eval_{name}": value for name, value in results.items()}})
         return results
 
+    @together("communicate")
     def synchronize(self) -> None:
         """Make the model what it is for all: where replicas step alone (localsgd) their average; where servers hold the
         parameters, theirs. Else replicas are equal already."""
@@ -248,14 +273,13 @@ class Engine:
         ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together. Where the plan was
         found (``auto``, a saved plan), ``batch_size`` is for each rank, however many of them make up a replica.
         """
+        batch_size, global_batch = self._beginning.sizes(batch_size, global_batch)
         if self._choosing is not None:
             self._choosing.by_data(self, dataset, batch_size, global_batch, options)
-        size = self._feeding.replica_batch(batch_size, global_batch)
         ahead = self.served.ahead if self.served else None
-        loader = self._feeding.loader(dataset, ahead, batch_size=size, **options)
+        loader = self._feeding.training(dataset, batch_size, global_batch, self.say, ahead, options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
-        self.say(f"global batch {loader.global_batch} = {size} per replica x {self._feeding.replicas}")
         if self._found is not None and self._found.draft.batch != loader.global_batch:
             self.say(f"the plan was made for a global batch of {self._found.draft.batch}; another may be quicker here")
         if self.trial is not None:
@@ -264,6 +288,7 @@ class Engine:
 
     # ---- keeping ----
 
+    @together("save")
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
         self._losses.look()
@@ -272,6 +297,7 @@ class Engine:
         with self._as_one_model():
             return self._keeper.save(directory, self.steps, own, wait, self.served)
 
+    @together("communicate")
     def whole_state(self) -> dict[str, Tensor]:
         """All parameters and buffers of the model by name, whole, in host memory, on every rank. All ranks call it.
 
@@ -282,34 +308,49 @@ class Engine:
             in_parts = self.plan.in_parts or self.plan.shard is not None
             return whole_state(parts.holdings, self.world.control, in_parts)
 
+    @together("load")
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
-        if self._parts is None:  # a pipeline that no batch has cut yet; where loaders go on is known already
-            found = self._keeper.peek(path)
-            self._pending, self.steps = found.path, found.step
-        else:
-            self._restore(path)
+        self._go_on_from(path)
 
-    def _restore(self, path: str | Path) -> None:
+    def _go_on_from(self, source: str | Path | Stored) -> None:
+        if self._parts is None:  # a pipeline that no batch has cut yet; where loaders go on is known already
+            found = self._keeper.peek(source)
+            self._pending, self.steps = found, found.step
+        else:
+            self._restore(source)
+
+    def _restore(self, source: str | Path | Stored) -> None:
         assert self._parts is not None
-        stored = self._keeper.load(path, loaders=self._pending is None, served=self.served)
+        stored = self._keeper.load(source, loaders=self._pending is None, served=self.served)
         self._pending = None
         if self._parts.shards is not None:
             self._parts.shards.refresh()
         self.steps = stored.step
-        self.say(f"resumed from {stored.path}, after step {stored.step}")
+        self.say(f"resumed from {stored.title}, after step {stored.step}{stored.origin}")
         if stored.world_size != self.world.size:
             self.say(f"saved by {stored.world_size} ranks, resumed by {self.world.size}: random streams start afresh")
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of ``distribute(checkpoint=...)``, when there is one."""
+        """Go on from the newest checkpoint of ``distribute(checkpoint=...)``, or from copies in memory that are as new,
+        when there are any."""
         if self.served is not None and (left := self.served.resumed) is not None:
             self.steps = self._keeper.take_up(left)
             self.say(f"went on after step {self.steps}, where this worker was before it was started again")
             return
         found = self._keeper.newest()
-        if found is not None:
-            self.load(found)
+        if (source := self._remembered(found) or found) is not None:
+            self._go_on_from(source)
+
+    def _remembered(self, checkpoint: Path | None) -> Stored | None:
+        """The newest copies that the hosts' memories hold, of no earlier step than the checkpoint."""
+        if self._memories is None or self._memories.round == 0 or self.trial is not None:
+            return None
+        from echelon.memory.remembered import newest
+
+        step = self._keeper.step_of(checkpoint) if checkpoint is not None else 0
+        with self._explained():
+            return newest(self._memories, step, self.world.control, self.world.rank)
 
     def close(self) -> None:
         """Finish what runs in the background and let go of connections; the engine trains no more. All ranks call it.
@@ -324,9 +365,30 @@ class Engine:
             self._keeper.close()
         self._groups = None
 
+    def heed_signals(self) -> None:
+        """From now on, SIGTERM and SIGUSR1 to any rank let all of them save and leave after the same step."""
+        self._leaving = Leaving(self.world, self.worker)
+
+    def _next_meeting(self) -> int:
+        """The next step that no rank can finish without all others."""
+        return self._local.next_meeting(self.steps) if self._local else self.steps + 1
+
+    def _leave(self, reason: str) -> NoReturn:
+        """Save and end this process, on all ranks after the same step. A worker of servers leaves by itself."""
+        kept = f"step {self.steps} is in the launchers' memory"
+        if self._keeper.kept_in is not None:
+            self.save(wait=True)
+            kept = f"saved step {self.steps} in {self._keeper.kept_in}"
+        self.say(f"asked to end by {reason}: {kept}; exit code {REQUEUE} asks to be started again")
+        raise SystemExit(REQUEUE)
+
     def _finish_background(self) -> None:
         self._watch.close()
         self._keeper.wait()
+        if self._copies is not None:
+            self._copies.close()
+        if self._leaving is not None:
+            self._leaving.close()
 
     def _leave_servers(self, done: bool) -> None:
         if self.served is None:
@@ -373,6 +435,16 @@ class Engine:
             group, self._partners = self._partners, None
             agree_on_batch(inputs, group, self._grid.ranks(*self._shared_axes))
 
+    def answer_roll(self, call: str, *args: Any, **named: Any) -> None:
+        """In the first steps, say which call this rank is about to make; where ranks step alone, when they meet."""
+        if self._groups is None or (self._local and call in ("step", "update")):
+            return
+        share = call == "step" and self._parts is not None and self._partners is None and self.plan.in_parts
+        sharers = self._grid.ranks(*self._shared_axes) if share else ()
+        which = named.get("optimizer", args[0] if args else None) if call == "update" else None
+        with peers_explained(self._here):
+            self._roll.answer(call, self.steps + 1, repr(which) if which else "", (args, named), sharers)
+
     def _step(self, inputs: Any, count: float) -> Tally:
         loss = self._loss(inputs)
         self._clock.lap("forward")
@@ -408,19 +480,39 @@ class Engine:
             with self._explained():
                 self._tell(self._local.after_step(self.steps + 1, tally.local, rate))
         self.steps += 1
+        activity.steps += 1
         self._clock.lap("update")
-        self._watch.step(
-            self.steps, tally.loss, samples, rate * rate_factor(self.plan, self.steps), self._total_steps()
-        )
+        self._watch.step(self.steps, tally.loss, samples, rate * self._rate_factor(self.steps), self._total_steps())
+        if self._leaving is not None and self._leaving.due(self.steps, self._next_meeting):
+            self._copy(at_once=True)
+            self._leave(self._leaving.reason)
         if self._keeper.due(self.steps):
             self.save()
+        self._copy()
+
+    def _copy(self, at_once: bool = False) -> None:
+        """Keep a copy of the state in memory, where the launcher asked for that."""
+        if self._memories is None or self.trial is not None or self._groups is None:
+            return
+        if self._copies is None:
+            from echelon.memory.copies import Copies
+
+            groups, limit = self._groups, timedelta(seconds=self.world.timeout)
+            self._copies = Copies(
+                *(self._memories, self.world, self._keeper, lambda: groups.new(backend="gloo", timeout=limit)),
+                *(self._has_local_statistics, self.say),
+            )
+        with self._explained():
+            self._copies.after(self.steps, at_once)
 
     def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         parts = self._assembled()
+        if self._copies is not None:
+            self._copies.hold()
         if self.plan.clip is not None:
             clip_gradients(_parameters_of(optimizers), self.plan.clip, parts.census, self.world.device)
         if self.served is None or self.served.steps_here:
-            with scaled_rates(optimizers.values(), rate_factor(self.plan, self.steps + 1)):
+            with scaled_rates(optimizers.values(), self._rate_factor(self.steps + 1)):
                 for optimizer in optimizers.values():
                     optimizer.step()
         if self.served is not None:
@@ -433,6 +525,10 @@ class Engine:
             if scheduler.optimizer in stepped:
                 scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where servers do it
                 scheduler.step()
+
+    def _rate_factor(self, step: int) -> float:
+        begun_with = self._beginning.first_replicas if self._beginning.rule else None
+        return rate_factor(self.plan, step, begun_with) * self._beginning.factor
 
     def _tell(self, news: str | None) -> None:
         if news is not None:

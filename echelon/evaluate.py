@@ -15,6 +15,7 @@ from echelon.errors import DataError, UsageError, nearest
 from echelon.objective import as_batch
 from echelon.parallel.collective import all_gather
 from echelon.parallel.split import Spread
+from echelon.watch.activity import waiting
 from echelon.world import World
 
 Mean = Callable[[Any, Any], Tensor]
@@ -132,7 +133,8 @@ class _Means:
 
     def result(self) -> dict[str, float]:
         if self._world.size > 1:
-            dist.all_reduce(self._sums)
+            with waiting("sum of the evaluation"):
+                dist.all_reduce(self._sums)
         if not self._sums[0]:
             raise DataError("there is nothing to evaluate: no rank got a sample")
         return dict(zip(["loss", *self._metrics], (self._sums[1:] / self._sums[0]).tolist(), strict=True))

@@ -31,6 +31,7 @@ from echelon.environment import (
 )
 from echelon.errors import EchelonError, PeerLost, UsageError
 from echelon.ps.role import ALONE, Role, find_role
+from echelon.watch.activity import waiting
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -232,7 +233,8 @@ def barrier() -> None:
             "another; call echelon.world.bind() before it, or leave it out"
         )
     if world.control is not None:
-        dist.barrier(world.control)
+        with waiting("barrier()", "", world.control):
+            dist.barrier(world.control)
 
 
 def seed_everything(seed: int) -> None:

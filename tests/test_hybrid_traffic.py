@@ -29,7 +29,8 @@ class Net(nn.Module):
 
 
 def count(marks: dict[str, Any], **strategy: Any) -> dict[str, int]:
-    """What the third step sends: by then shapes are announced, and gathers have found their order."""
+    """What the fourth step sends: by then shapes are announced, gathers have found their order, and the roll call of
+    the first steps is over."""
     echelon.init(device="cpu")  # several ranks on one GPU exchange by other means
     torch.manual_seed(0)
     model = echelon.annotate(Net(), marks)
@@ -44,6 +45,7 @@ def count(marks: dict[str, Any], **strategy: Any) -> dict[str, int]:
     x, y = torch.randn(8, 8, generator=g), torch.randint(6, (8,), generator=g)
     if engine.plan.replicas > 1:
         x, y = x[echelon.rank() * 4 :][:4], y[echelon.rank() * 4 :][:4]
+    engine.step(x, y)
     engine.step(x, y)
     engine.step(x, y)
     with Collectives() as sent:

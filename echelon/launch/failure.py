@@ -12,6 +12,8 @@ from typing import Any
 
 _LONGEST_LINE = 500
 _LONGEST_TRACE = 60_000  # what travels between hosts; the log keeps all of it
+#: The kind of a failure that nobody raised: the rank did not come to where others waited for it.
+STALLED = "Stalled"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Failure:
         if self.kind or self.rank < 0:
             said = " ".join(self.message.split())
             said = said if len(said) <= _LONGEST_LINE else said[:_LONGEST_LINE] + " ..."
+            if self.kind == STALLED:
+                return f"stalled: {said}"
             return said if self.rank < 0 else f"raised {self.kind}{': ' if said else ''}{said}"
         return f"failed with exit code {self.exit_code}"
 
@@ -59,7 +63,7 @@ class Failure:
     @property
     def explained(self) -> bool:
         """Ended by an error that is explained in one line, and that would come again: see worker.py's records."""
-        return bool(self.kind) and not self.traceback
+        return bool(self.kind) and self.kind != STALLED and not self.traceback
 
     @property
     def status(self) -> int:

@@ -1,19 +1,27 @@
-"""Before step 0 every rank shows its Plan; ranks that were built differently are told where they part."""
+"""Before step 0 every rank shows its Plan, and in the first steps which call it makes; ranks that differ are told where
+they part."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.environment import CHECK
 from echelon.errors import DataError, MismatchError
 from echelon.parallel.collective import gather_json
 from echelon.plan import Plan
 from echelon.plan.plan import first_difference
+from echelon.watch.activity import activity, calling
+
+#: Steps in which all ranks say what they call before they begin; with ECHELON_CHECK=1 in all of them.
+FIRST_STEPS = 3
 
 
 def agree(plan: Plan, group: dist.ProcessGroup) -> None:
@@ -50,3 +58,94 @@ def _looks(leaf: Tensor) -> list[Any]:
     values = leaf.detach()
     total = float(values.double().sum()) if values.numel() and not values.is_complex() else 0.0
     return [list(leaf.shape), str(leaf.dtype), repr(total)]
+
+
+class RollCall:
+    """All ranks say which call they are about to make: one that makes another would leave the rest waiting for ever.
+
+    Steps are asked in the beginning only, to spare them the time. Rare calls always answer, and on connections of their
+    own: one that meets a rank's step there waits, and the stall watch tells so; on those of training, messages of
+    different calls would be taken for one another.
+
+    make: makes these connections, on all ranks together; ``None`` where no rank waits for others
+    """
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup] | None) -> None:
+        self._make = make
+        self._group: dist.ProcessGroup | None = None
+        self._left = FIRST_STEPS
+
+    def answer(self, call: str, step: int, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
+        """Raise on every rank when one makes another call than rank 0, or at another step.
+
+        what:    what else must be the same: which optimizer
+        sharers: the ranks that were given one batch together
+        """
+        if self._make is None or not self._asked(call):
+            return
+        self._group = self._group or self._make()
+        shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] if sharers else []
+        found = gather_json([call, step, what, list(sharers), shapes], self._group, "roll call", f"{call}()")
+        _compare_calls(found)
+        _compare_shapes(found)
+
+    def _asked(self, call: str) -> bool:
+        if call not in ("step", "update"):
+            return True
+        self._left -= 1
+        return self._left >= 0 or os.environ.get(CHECK, "") not in ("", "0")
+
+
+def _compare_calls(found: list[Any]) -> None:
+    for rank, one in enumerate(found):
+        if one[:3] != found[0][:3]:
+            raise MismatchError(
+                f"rank {rank} calls {_call_in_words(one, found[0])} while rank 0 calls "
+                f"{_call_in_words(found[0], one)}; every rank must make the same calls in the same order"
+            )
+
+
+def _call_in_words(one: list[Any], other: list[Any]) -> str:
+    call, step, what = one[:3]
+    return f"{call}({what})" + (f" (step {step})" if call in ("step", "update") or step != other[1] else "")
+
+
+def _compare_shapes(found: list[Any]) -> None:
+    for rank, (_, step, _, sharers, shapes) in enumerate(found):
+        first = min(sharers, default=rank)
+        if shapes != found[first][4]:
+            raise MismatchError(
+                f"step {step}: rank {rank} was given a batch of shapes {shapes} and rank {first} one of "
+                f"{found[first][4]}, but ranks {', '.join(map(str, sharers))} work on one batch together; give them "
+                "the same"
+            )
+
+
+class Trains(Protocol):
+    """What makes calls that all ranks make together."""
+
+    steps: int
+
+    def answer_roll(self, call: str, *args: Any, **named: Any) -> None: ...
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def together(phase: str) -> Callable[[Call], Call]:
+    """For a call that all ranks make together: others can see that this rank is in it, and it begins with the roll."""
+
+    def wrap(method: Call) -> Call:
+        call = method.__name__
+
+        @functools.wraps(method)
+        def called(self: Trains, *args: Any, **named: Any) -> Any:
+            inner = bool(activity.call)
+            with calling(call, self.steps + 1, phase):
+                if not inner:
+                    self.answer_roll(call, *args, **named)
+                return method(self, *args, **named)
+
+        return cast(Call, called)
+
+    return wrap

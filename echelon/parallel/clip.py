@@ -34,13 +34,14 @@ class Census:
         values = _values(p for p in parameters if id(p) in self._counted)
         squares = [norm.double().square().to(device) for norm in torch._foreach_norm(values)] if values else []
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.double, device=device)
-        return start_small_sum(own.reshape(1), self._group)()[0].sqrt()
+        return start_small_sum(own.reshape(1), self._group, "norm of gradients")()[0].sqrt()
 
     def all_finite(self, finite: bool, device: torch.device) -> bool:
         """Whether every rank's gradients are finite."""
         if self._flags is None:  # reduced gradients are the same everywhere, and so is the answer
             return finite
-        return not float(start_small_sum(torch.tensor([0.0 if finite else 1.0], device=device), self._flags)())
+        flag = torch.tensor([0.0 if finite else 1.0], device=device)
+        return not float(start_small_sum(flag, self._flags, "search for overflows")())
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from echelon.watch.activity import waiting
+
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single; 2.11 has only the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -63,10 +65,13 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def all_gather(
+    local: torch.Tensor, group: dist.ProcessGroup | None = None, call: str = "gather", what: object = ""
+) -> torch.Tensor:
     """Stack every rank's ``local`` (same shape everywhere) along a new first dimension."""
     out = local.new_empty((dist.get_world_size(group), *local.shape))
-    _all_gather_single(out.view(-1), local.contiguous().view(-1), group=group)
+    with waiting(call, what, group):
+        _all_gather_single(out.view(-1), local.contiguous().view(-1), group=group)
     return out
 
 
@@ -75,30 +80,33 @@ def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
 FEW = 8
 
 
-def start_small_sum(local: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+def start_small_sum(
+    local: torch.Tensor, group: dist.ProcessGroup, call: str = "small sum"
+) -> Callable[[], torch.Tensor]:
     """Begin the sum of a small tensor over all ranks; call what is returned to wait for it."""
     if dist.get_world_size(group) > FEW:
         total = local.clone()
         work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
-        return lambda: _after(work, total)
+        return lambda: _after(work, total, waiting(call, "", group))
     parts = local.new_empty((dist.get_world_size(group), *local.shape))
     work = _all_gather_single(parts.view(-1), local.contiguous().view(-1), group=group, async_op=True)
-    return lambda: _after(work, parts).sum(0)
+    return lambda: _after(work, parts, waiting(call, "", group)).sum(0)
 
 
-def _after(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:
+def _after(work: dist.Work | None, result: torch.Tensor, wait: waiting) -> torch.Tensor:
     assert work is not None
-    work.wait()
+    with wait:
+        work.wait()
     return result
 
 
-def gather_json(message: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_json(message: Any, group: dist.ProcessGroup, call: str = "agreement", what: object = "") -> list[Any]:
     """Every rank's ``message``, in rank order, on every rank."""
     data = json_to_tensor(message)
-    sizes = all_gather(torch.tensor([data.numel()]), group).flatten().tolist()
+    sizes = all_gather(torch.tensor([data.numel()]), group, call, what).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: data.numel()] = data
-    rows = all_gather(padded, group)
+    rows = all_gather(padded, group, call, what)
     return [tensor_to_json(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 

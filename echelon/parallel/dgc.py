@@ -24,6 +24,7 @@ from echelon.parallel.compress import Compressor, apply_sparse, schedule_sparsit
 from echelon.parallel.groups import Groups
 from echelon.parallel.precision import DTYPES
 from echelon.plan import Plan
+from echelon.watch.activity import waiting
 from echelon.world import World
 
 
@@ -149,7 +150,8 @@ class SparseMomentum(SharingOptimizer):
             if rows is None:
                 words = sum(self._words(sparsity))
                 rows = torch.empty((self._peers.parts, words), dtype=torch.int32, device=self._compressed[0].device)
-            dist.broadcast(rows, src=self._peers.leader, group=self._peers.within)
+            with waiting("compressed gradients", "", self._peers.within):
+                dist.broadcast(rows, src=self._peers.leader, group=self._peers.within)
         assert rows is not None
         return rows
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from echelon.parallel.replicate import flatten, scatter
 from echelon.parallel.wire import sum_over
+from echelon.watch.activity import span
 
 
 class Drift:
@@ -26,7 +27,8 @@ class Drift:
         self._names, self._parameters = names, parameters
         self._snapshot = flatten(parameters)
         self._change = torch.zeros_like(self._snapshot)
-        self._sum = sum_over(self._change, wire, group, number)
+        said = "average of replicas", f"bucket {number} ({span(names)})"
+        self._sum = sum_over(self._change, wire, group, number, *said)
         self._ranks = dist.get_world_size(group)
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -14,10 +15,12 @@ class Groups:
         self._backend = backend
         self._made: list[dist.ProcessGroup] = []
 
-    def new(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    def new(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
         """A group of ``ranks``, or of all; on a rank that is not in it, torch's stand-in for that."""
         made: dist.ProcessGroup = dist.new_group(
-            None if ranks is None else list(ranks), backend=backend or self._backend
+            None if ranks is None else list(ranks), timeout=timeout, backend=backend or self._backend
         )
         if isinstance(made, dist.ProcessGroup):
             self._made.append(made)

@@ -8,8 +8,9 @@ et al., "DiLoCo", 2023). The adaptive form follows Wang and Joshi, "Adaptive Com
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from echelon.parallel.precision import Scaler
 from echelon.parallel.replicate import average, average_buffers
 from echelon.plan import Plan
 from echelon.strategy import AdaptiveLocalSgd, LocalSgd, Outer
+from echelon.watch.activity import waiting
 
 
 class LocalSteps:
@@ -52,6 +54,7 @@ class LocalSteps:
         self._first: float | None = None  # loss of the first step: this rank's own, and after a sync everyone's mean
         self._first_rate = 0.0
         self._agreed = not adaptive
+        self.before_meeting: Callable[[], None] = lambda: None  #: called where a step ends in a sync
 
     def after_step(self, step: int, loss: Tensor, rate: float) -> str | None:
         """Called after each update (``step`` counts from 1). A line to say when k changed."""
@@ -59,13 +62,22 @@ class LocalSteps:
         adaptive = isinstance(self._settings, AdaptiveLocalSgd)
         if adaptive and self._first is None and math.isfinite(float(loss)):
             self._first, self._first_rate = float(loss), rate
-        if self.since < (self.k if step > self._settings.begin_step else 1):
+        if self.since < self._apart(step):
             return None
         before = self.k
+        self.before_meeting()
         self.meet()
         if adaptive:
             self._adapt(float(loss), rate)
         return None if self.k == before else f"localsgd: k {before} -> {self.k}"
+
+    def next_meeting(self, step: int) -> int:
+        """The first step after ``step``, which was the last, after which all meet."""
+        return next(at for at in itertools.count(step + 1) if self.since + at - step >= self._apart(at))
+
+    def _apart(self, step: int) -> int:
+        """How many steps after the last meeting ``step`` must be to be the next."""
+        return self.k if step > self._settings.begin_step else 1
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -148,7 +160,8 @@ class LocalSteps:
     def _agree_on_scale(self) -> None:
         if self._scaler.active:
             smallest = torch.tensor([self._scaler.scale], dtype=torch.double, device=self._device)
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+            with waiting("loss scale", "", self._group):
+                dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
             self._scaler.scale = float(smallest)
 
     def _adapt(self, loss: float, rate: float) -> None:

@@ -24,6 +24,7 @@ from echelon.errors import UsageError
 from echelon.parallel.sparse import reduce_sparse
 from echelon.parallel.wire import Sum, sum_over
 from echelon.plan import Bucket, Plan
+from echelon.watch.activity import span, waiting
 
 Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
@@ -90,7 +91,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.collect()
         for name, parameter, group in self._sparse:
-            parameter.grad = reduce_sparse(name, parameter, group)
+            with waiting("sum of sparse gradients", name, group):
+                parameter.grad = reduce_sparse(name, parameter, group)
 
     def _on_complete(self) -> None:
         if self._armed:
@@ -120,8 +122,11 @@ class _Bucket:
         self._row = torch.zeros(self._size + len(self.parameters), dtype=first.dtype, device=first.device)
         self._slots = _views(self._row, self.parameters)
         self._scaled = plan.wire == "fp16"
-        self._sum = sum_over(self._row, plan.wire, group, plan.buckets.index(bucket))
-        self._sum_within = sum_over(self._row, None, within) if within and bucket.compressed else None
+        number = plan.buckets.index(bucket)
+        said = "sum of gradients", f"bucket {number} ({span(bucket.parameters)})"
+        self._sum = sum_over(self._row, plan.wire, group, number, *said)
+        inside = within if bucket.compressed else None
+        self._sum_within = sum_over(self._row, None, inside, 0, *said) if inside else None
         self._on_complete: Callable[[], None] = lambda: None
         self._under_way: Sum | None = None
         self._missing: list[int] = []

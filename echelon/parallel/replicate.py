@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from echelon.watch.activity import waiting
+
 
 def broadcast_state(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers."""
     with torch.no_grad():
         for tensors in _by_kind([*model.parameters(), *model.buffers()]):
             flat = flatten(tensors)
-            dist.broadcast(flat, src=0)
+            with waiting("broadcast of the model"):
+                dist.broadcast(flat, src=0)
             scatter(flat, tensors)
 
 
@@ -30,11 +33,12 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -
     """Average floating-point tensors over replicas, in place; others become those of the first."""
     for same in _by_kind(tensors):
         flat = flatten(same)
-        if flat.is_floating_point():
-            dist.all_reduce(flat, group=group)
-            flat /= dist.get_world_size(group)
-        else:
-            dist.broadcast(flat, group=group, group_src=0)
+        with waiting("average of replicas", "", group):
+            if flat.is_floating_point():
+                dist.all_reduce(flat, group=group)
+                flat /= dist.get_world_size(group)
+            else:
+                dist.broadcast(flat, group=group, group_src=0)
         scatter(flat, same)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from echelon.parallel.grid import Grid
 from echelon.parallel.shard import Shards
 from echelon.plan import Plan
+from echelon.watch.activity import waiting
 
 
 class SplitSums:
@@ -24,4 +25,5 @@ class SplitSums:
     def add_up(self, optimizers: Collection[str]) -> None:
         for key, shard in self._shards:
             if key in optimizers and shard.grad is not None and shard.grad.numel():
-                dist.all_reduce(shard.grad, group=self._group)
+                with waiting("sum of gradients over the split", "", self._group):
+                    dist.all_reduce(shard.grad, group=self._group)

@@ -25,7 +25,7 @@ class Tally:
         weight = 1.0 if self._sum else samples
         weighted = self.local.double() * weight if samples else self.local.new_zeros((), dtype=torch.double)
         count = torch.full((), samples, dtype=torch.double, device=loss.device)
-        self._answer = start_small_sum(torch.stack([weighted, count]), group)
+        self._answer = start_small_sum(torch.stack([weighted, count]), group, "loss and samples")
         self._total: Tensor | None = None
 
     @property
@@ -68,7 +68,7 @@ class StagedTally:
         self._total: Tensor | None = None
         if group is not None:
             count = torch.full((), samples if speaks else 0.0, dtype=torch.double, device=device)
-            self._count = start_small_sum(count.reshape(1), group)
+            self._count = start_small_sum(count.reshape(1), group, "number of samples")
             self._counted: Tensor | None = None
 
     def close(self, loss: Tensor) -> None:
@@ -78,7 +78,7 @@ class StagedTally:
             return
         weight = (1.0 if self._sum else self._own) if self._own else 0.0
         mine = self.local.double() * weight if weight else torch.zeros_like(self.local, dtype=torch.double)
-        self._answer = start_small_sum(mine.reshape(1), self._group)
+        self._answer = start_small_sum(mine.reshape(1), self._group, "loss")
 
     @property
     def loss(self) -> Tensor:

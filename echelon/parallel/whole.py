@@ -13,6 +13,7 @@ from echelon.parallel.collective import gather_json
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Layout, Part
 from echelon.state import model_aliases
+from echelon.watch.activity import waiting
 
 
 @torch.no_grad()
@@ -51,7 +52,8 @@ def _assembled(
             target.copy_(box.of(local))
     if math.prod(shape):
         raw = whole.reshape(-1).view(torch.uint8)
-        dist.all_reduce(raw, group=control)
+        with waiting("whole state", name, control):
+            dist.all_reduce(raw, group=control)
         whole = raw.view(dtype).reshape(shape)
     return whole
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echelon.parallel.collective import Waiting, hand_round, swap_rows
 from echelon.parallel.precision import DTYPES
+from echelon.watch.activity import waiting
 
 #: The largest entry of a chunk travels as a half float of about this size; 65504 is the most that one can hold.
 TOP = 2.0**14
@@ -35,17 +36,22 @@ class Sum(Protocol):
     def finish(self) -> None: ...
 
 
-def sum_over(row: Tensor, wire: str | None, group: dist.ProcessGroup, number: int = 0) -> Sum:
+def sum_over(
+    row: Tensor, wire: str | None, group: dist.ProcessGroup, number: int = 0, call: str = "sum", what: str = ""
+) -> Sum:
     """A sum of ``row`` over the ranks of ``group``, in place and reusable.
 
-    ``number`` tells sums apart that are under way at the same time, and is the same on all ranks.
+    ``number`` tells sums apart that are under way at the same time, and is the same on all ranks. ``call`` and ``what``
+    are said of a rank that waits for it.
     """
-    return _SixteenBitSum(row, DTYPES[wire], group, number) if wire else _PlainSum(row, group)
+    if wire:
+        return _SixteenBitSum(row, DTYPES[wire], group, number, call, what)
+    return _PlainSum(row, group, call, what)
 
 
 class _PlainSum:
-    def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
-        self._row, self._group = row, group
+    def __init__(self, row: Tensor, group: dist.ProcessGroup, call: str, what: str) -> None:
+        self._row, self._group, self._call, self._what = row, group, call, what
         self._work: dist.Work | None = None
 
     def start(self) -> None:
@@ -56,12 +62,15 @@ class _PlainSum:
 
     def finish(self) -> None:
         assert self._work is not None
-        self._work.wait()
+        with waiting(self._call, self._what, self._group):
+            self._work.wait()
 
 
 class _SixteenBitSum:
-    def __init__(self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int) -> None:
-        self._group, self._tag = group, 2 * number
+    def __init__(
+        self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int, call: str, what: str
+    ) -> None:
+        self._group, self._tag, self._call, self._what = group, 2 * number, call, what
         ranks, self._me = dist.get_world_size(group), dist.get_rank(group)
         length = max(-(-row.numel() // ranks), 1)
         self._chunks = [row[begin : begin + length] for begin in range(0, row.numel(), length)]
@@ -101,7 +110,8 @@ class _SixteenBitSum:
 
     def _wait(self) -> None:
         assert self._under_way is not None
-        self._under_way.wait()
+        with waiting(self._call, self._what, self._group):
+            self._under_way.wait()
 
 
 def _encode(numbers: Tensor, message: Tensor) -> None:

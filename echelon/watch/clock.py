@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
 
+from echelon.watch.activity import activity
+
 PHASES = ("data", "forward", "backward", "communicate", "update")
 Seconds = dict[str, float]
+#: Phases after which a GPU is asked which of them are over: some steps' worth, so that most are.
+BEHIND = 50
 
 
 class Clock:
@@ -27,6 +31,7 @@ class Clock:
         now = time.perf_counter()
         self._seconds[phase] += now - self._last
         self._last = now
+        activity.lap(phase)
 
     def take(self) -> Callable[[], Seconds]:
         """What was summed since the last taking, as something to be read later."""
@@ -40,9 +45,20 @@ class CudaClock(Clock):
     def __init__(self) -> None:
         super().__init__()
         self._marks: list[tuple[str, torch.cuda.Event]] = [("", _mark())]
+        self._unread: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def lap(self, phase: str) -> None:
         self._marks.append((phase, _mark()))
+        activity.passed(phase)
+        self._unread.append((phase, self._marks[-2][1], self._marks[-1][1]))
+        if len(self._unread) > BEHIND:
+            self._count_work()
+
+    def _count_work(self) -> None:
+        """What the device has done by now, without waiting for it."""
+        while self._unread and self._unread[0][2].query():  # type: ignore[no-untyped-call]
+            phase, begin, end = self._unread.popleft()
+            activity.busy[phase] += begin.elapsed_time(end) / 1e3
 
     def take(self) -> Callable[[], Seconds]:
         marks, self._marks = self._marks, self._marks[-1:]

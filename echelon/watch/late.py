@@ -9,11 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from echelon.watch.activity import waiting
+
 
 class Late:
-    """``read()`` gives the value that ``tensor`` has at this point of its stream."""
+    """``read()`` gives the value that ``tensor`` has at this point of its stream.
 
-    def __init__(self, tensor: Tensor) -> None:
+    name: what it is, where all ranks read it: the GPU may be waiting for another rank
+    """
+
+    def __init__(self, tensor: Tensor, name: str = "") -> None:
+        self._name = name
         self._value = tensor.detach()
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
@@ -24,5 +30,6 @@ class Late:
 
     def read(self) -> float:
         if self._event is not None:
-            self._event.synchronize()
+            with waiting(f"{self._name or 'a number'} from the GPU"):
+                self._event.synchronize()
         return float(self._value)

@@ -35,7 +35,7 @@ class Losses:
         self._waiting: list[tuple[int, Late, Counted]] = []
 
     def note(self, step: int, tally: Counted) -> None:
-        self._waiting.append((step, Late(tally.loss), tally))
+        self._waiting.append((step, Late(tally.loss, "loss"), tally))
         self._look(self._lag)
 
     def look(self) -> None:

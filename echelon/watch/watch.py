@@ -54,6 +54,8 @@ class Watch:
     def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float, total: int | None) -> None:
         """Note a finished step; every few of them, write a record."""
         if not self._speaks:
+            if step % self._every == 0:
+                self.clock.take()  # nobody reads it, and it would grow
             return
         self._flush()
         if self._foretold is not None and (came := self._foretold.step()) is not None:

@@ -31,6 +31,10 @@ class Message(NamedTuple):
     def edge(self) -> Edge:
         return self.source, self.target
 
+    def __str__(self) -> str:
+        ends = (self.target, self.source) if self.backward else self.edge
+        return f"micro-batch {self.micro}, stage {ends[0]} to {ends[1]}"
+
 
 class Route:
     """What is sent and needed by one rank of the pipeline, ``place``."""

@@ -32,6 +32,7 @@ from echelon.parallel.pipeline.packing import (
 )
 from echelon.parallel.pipeline.route import Message, Route
 from echelon.plan.simulate import Edge
+from echelon.watch.activity import waiting
 
 FRAME = 4096  # bytes of a header; a longer one goes on in a second message
 _LENGTH = 8  # of them for its length
@@ -132,7 +133,8 @@ class Exchange:
     def finish(self) -> None:
         """Wait until all is sent."""
         for sent in [sent for all_sent in self._sent.values() for sent in all_sent]:
-            sent.work.wait()
+            with waiting("delivery of what was sent", sent.message, self._rank(self._route.receiver(sent.message))):
+                sent.work.wait()
         self._sent.clear()
 
     def _take_turn(self, message: Message) -> None:
@@ -215,7 +217,8 @@ class Exchange:
         arrival = self._arriving.pop(message)
         if arrival is None:
             return None
-        buffer = arrival.wait()
+        with waiting(_receiving(message), message, self._rank(self._route.sender(message))):
+            buffer = arrival.wait()
         self._settle(message)
         return buffer
 
@@ -244,7 +247,8 @@ class Exchange:
     def _read_header(self, message: Message) -> Form:
         assert not message.backward, f"{message} cannot come before what it is the gradient of"
         self._begin_header(message)
-        frame = self._headers.pop(message).wait().cpu()
+        with waiting(_receiving(message), message, self._rank(self._route.sender(message))):
+            frame = self._headers.pop(message).wait().cpu()
         length = int(frame[:_LENGTH].view(torch.int64))
         text = frame[_LENGTH : _LENGTH + length]
         if _LENGTH + length > FRAME:
@@ -253,6 +257,9 @@ class Exchange:
         form = from_json(tensor_to_json(text))
         self._links.announced[self._announcement(message)] = form
         return form
+
+    def _rank(self, place: int) -> str:
+        return str(self._links.ranks[place])
 
     # ---- what is known ----
 
@@ -269,6 +276,10 @@ class Exchange:
     def _lane(self, message: Message) -> Hashable:
         """Messages that have to begin one after the other: a header tells the form of those behind it."""
         return None if self._links.ordered else (message.edge, message.backward)
+
+
+def _receiving(message: Message) -> str:
+    return "receive gradients" if message.backward else "receive activations"
 
 
 def _differs(message: Message, keys: Sequence[str], form: Form, known: Form) -> UsageError:

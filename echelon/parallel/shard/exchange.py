@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.parallel.collective import hand_round, swap_rows
+from echelon.parallel.collective import Waiting, hand_round, swap_rows
+from echelon.watch.activity import waiting
 
 # torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor; 2.11 has only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,7 +39,7 @@ class Exchange:
         self._pairs = self._gloo and device.type == "cpu"
         self.begun: Counter[str] = Counter()  #: how many sums and gathers there were
 
-    def sum_lines(self, matrix: Tensor, tag: int) -> Arrival:
+    def sum_lines(self, matrix: Tensor, tag: int, what: str = "") -> Arrival:
         """Begin to add up every rank's ``matrix``; what arrives is this rank's line of the sum, in fresh memory.
 
         ``matrix`` is given away.
@@ -46,45 +47,48 @@ class Exchange:
         self.begun["sum"] += 1
         if self._group is None:
             return lambda: matrix[0]
+        wait = waiting("sum of gradients", what, self._group)
         if self._pairs:
             came = torch.empty_like(matrix)
             swap = swap_rows(came, matrix, self._group, tag)
-            return lambda: _added(swap.wait, came)
+            return lambda: _added(_after(swap, came, wait))
         if self._gloo:  # it has no reduce-scatter for tensors of a GPU
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
-            return lambda: _after(work, matrix)[self.me].clone()  # noqa: PLW0108 - it waits when it is called
+            return lambda: _after(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - it waits when it is called
         line = torch.empty_like(matrix[0])
         work = _reduce_scatter(line, matrix.view(-1), group=self._group, async_op=True)
-        return lambda: _after(work, line)
+        return lambda: _after(work, line, wait)
 
-    def gather_lines(self, line: Tensor, tag: int) -> Arrival:
+    def gather_lines(self, line: Tensor, tag: int, what: str = "") -> Arrival:
         """Begin to collect every rank's ``line``, which must not change meanwhile. What arrives is a matrix of all."""
         self.begun["gather"] += 1
         if self._gathering is None:
             return lambda: line[None]
         came = line.new_empty((self.ranks, line.numel()))
+        wait = waiting("gather of shards", what, self._gathering)
         if self._pairs:
-            waiting = hand_round(came, line, self._gathering, tag)
-            return lambda: (waiting.wait(), came)[1]
+            rows = hand_round(came, line, self._gathering, tag)
+            return lambda: _after(rows, came, wait)
         work = _all_gather(came.view(-1), line, group=self._gathering, async_op=True)
-        return lambda: _after(work, came)
+        return lambda: _after(work, came, wait)
 
     def tell(self, numbers: Tensor) -> Tensor:
         """What the first of the ranks says, on all of them."""
         if self._gathering is not None:
-            dist.broadcast(numbers, dist.get_global_rank(self._gathering, 0), group=self._gathering)
+            with waiting("order of gathers", "", self._gathering):
+                dist.broadcast(numbers, dist.get_global_rank(self._gathering, 0), group=self._gathering)
         return numbers
 
 
-def _added(wait: Callable[[], object], came: Tensor) -> Tensor:
-    wait()
+def _added(came: Tensor) -> Tensor:
     total = came[0].clone()
     for line in came[1:]:
         total.add_(line)
     return total
 
 
-def _after(work: dist.Work | None, result: Tensor) -> Tensor:
+def _after(work: Waiting | None, result: Tensor, wait: waiting) -> Tensor:
     assert work is not None
-    work.wait()
+    with wait:
+        work.wait()
     return result

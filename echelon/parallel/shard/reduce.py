@@ -20,6 +20,7 @@ from echelon.errors import UsageError
 from echelon.parallel.reduce import Passes, once
 from echelon.parallel.shard.exchange import Arrival, Exchange
 from echelon.parallel.shard.rows import Cut, Rows
+from echelon.watch.activity import span
 
 TAG = 1 << 20  # apart from those of weights
 UNDER_WAY = 2  # sums at a time; each has the size of its bucket, twice on Gloo
@@ -97,6 +98,7 @@ class Bucket:
         self._shards = [shards[name] for name in names]
         self._rows = Rows([cuts[name] for name in names])
         self._exchange, self._tag = exchange, TAG + number
+        self._what = f"bucket {number} ({span(names)})"
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
         self._waiting: dict[int, int] = {}  # passes to come, by parameter
@@ -130,7 +132,7 @@ class Bucket:
     def send(self, late: bool) -> None:
         self._refuse_sparse()
         self._missing = [i for i, p in enumerate(self._parameters) if p.grad is None]
-        self._arrival = self._exchange.sum_lines(self._filled(late), self._tag)
+        self._arrival = self._exchange.sum_lines(self._filled(late), self._tag, self._what)
         for parameter in self._parameters:
             parameter.grad = None
         self._gone = True

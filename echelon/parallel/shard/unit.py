@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from echelon.parallel.shard.exchange import Arrival, Exchange
 from echelon.parallel.shard.rows import Cut, Rows
+from echelon.watch.activity import span
 
 TAG = 1 << 21  # apart from those of gradients
 Offload = Literal["optimizer", "parameters"] | None
@@ -92,7 +93,7 @@ class Cargo:
         tag: int,
     ) -> None:
         self._parameters, self._exchange, self._tag = list(parameters.values()), exchange, tag
-        self._rows = Rows(cuts)
+        self._rows, self._what = Rows(cuts), span(list(parameters))
         self._strides = [p.stride() if _dense(p) else None for p in self._parameters]
         first = self._parameters[0]
         self._device, self._away = first.device, _nothing(first)
@@ -121,7 +122,7 @@ class Cargo:
 
     def gather(self) -> Arrival:
         line = self._line if self._copy is None else self._copy
-        return self._exchange.gather_lines(line.to(self._device, non_blocking=True), self._tag)
+        return self._exchange.gather_lines(line.to(self._device, non_blocking=True), self._tag, self._what)
 
     def unpack(self, matrix: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         wholes = [_like(p, strides) for p, strides in zip(self._parameters, self._strides, strict=True)]

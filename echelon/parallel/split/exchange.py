@@ -12,6 +12,7 @@ from torch import Tensor
 from echelon.errors import UsageError
 from echelon.parallel.collective import all_gather
 from echelon.parallel.split.axis import Sizes, SplitAxis
+from echelon.watch.activity import waiting
 
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single; 2.11 has only the old name.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -27,7 +28,8 @@ def total(x: Tensor, axis: SplitAxis) -> Tensor:
     if axis.group is None or x.numel() == 0:
         return x.detach()
     summed = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed, group=axis.group)
+    with waiting("sum over the split", x.shape, axis.group):
+        dist.all_reduce(summed, group=axis.group)
     return summed
 
 
@@ -40,7 +42,7 @@ def gather(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     widest = max(sizes)
     if widest == 0 or math.prod(_resized(x, dim, widest)) == 0:  # the same on every rank: nobody has anything
         return x.new_empty(_resized(x, dim, sum(sizes)))
-    rows = all_gather(_widened(x, dim, widest), axis.group)
+    rows = all_gather(_widened(x, dim, widest), axis.group, "gather over the split", x.shape)
     if dim == 0 and min(sizes) == widest:
         return rows.flatten(0, 1)
     return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
@@ -53,7 +55,8 @@ def scatter_total(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     if dist.get_backend(axis.group) != "gloo":
         pieces = torch.stack([_widened(piece, dim, max(sizes)) for piece in _pieces(x, dim, sizes)])
         came = torch.empty_like(pieces[0])
-        _reduce_scatter_single(came.view(-1), pieces.view(-1), group=axis.group)
+        with waiting("sum over the split", x.shape, axis.group):
+            _reduce_scatter_single(came.view(-1), pieces.view(-1), group=axis.group)
         return came.narrow(dim, 0, sizes[axis.rank])
     sent = [piece.contiguous() for piece in _pieces(x, dim, sizes)]
     # Added in rank order, and 16-bit values rounded once.
@@ -92,7 +95,8 @@ def _hand_out(sent: Sequence[Tensor], shapes: Sequence[torch.Size], axis: SplitA
     assert group is not None
     if dist.get_backend(group) != "gloo":
         came = [sent[me].new_empty(shape) for shape in shapes]
-        dist.all_to_all(came, list(sent), group=group)
+        with waiting("exchange over the split", sent[me].shape, group):
+            dist.all_to_all(came, list(sent), group=group)
         return came
     sent = [piece.cpu() for piece in sent]  # Gloo sends from host memory only
     came = [sent[me].new_empty(shape) for shape in shapes]
@@ -114,9 +118,10 @@ def _send_and_receive(sent: Sequence[Tensor], came: Sequence[Tensor], group: dis
         target = (me + away) % ranks
         if sent[target].numel():
             works.append(dist.isend(sent[target], dst=dist.get_global_rank(group, target), group=group))
-    for work in works:
-        assert work is not None
-        work.wait()
+    with waiting("exchange over the split", sent[me].shape, group):
+        for work in works:
+            assert work is not None
+            work.wait()
 
 
 def _pieces(x: Tensor, dim: int, sizes: Sizes) -> tuple[Tensor, ...]:
