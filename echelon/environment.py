@@ -59,11 +59,23 @@ MEMORY, COPIES = "ECHELON_MEMORY", "ECHELON_COPIES"
 LEAVE_MARK = "ECHELON_LEAVE_MARK"
 #: Seconds that a rank may be late before all consoles say so; 0: never.
 STALL = "ECHELON_STALL"
+#: Set where the launcher judges who is late; else rank 0 does.
+STALL_JUDGE = "ECHELON_STALL_JUDGE"
+#: Set to 1: ranks compare their calls in every step, not in the first ones only.
+CHECK = "ECHELON_CHECK"
+#: The file in which the ranks of ``echelon doctor`` leave, for its command, how many things are wrong.
+DOCTOR_RESULT = "ECHELON_DOCTOR_RESULT"
 #: The exit code of a process that was asked to end, has saved, and wants to be started again (EX_TEMPFAIL).
 REQUEUE = 75
 
 #: Set by srun for its tasks. A plain command in a batch script sees SLURM_PROCID and SLURM_NTASKS too, but is alone.
 SLURM_STEP = "SLURM_STEP_NUM_TASKS"
+#: Of the whole job and of a step: its number, how many nodes, their compressed list; and which of them this is.
+SLURM_JOB, SLURM_JOB_NODES, SLURM_JOB_LIST = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
+SLURM_STEP_NODES, SLURM_STEP_LIST, SLURM_NODE = "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_NODEID"
+SLURM_CPUS = "SLURM_CPUS_PER_TASK"
+#: Every container of a Kubernetes cluster finds it.
+KUBERNETES = "KUBERNETES_SERVICE_HOST"
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,7 @@ def _torchrun(env: Mapping[str, str]) -> Place:
 
 
 def _slurm(env: Mapping[str, str]) -> Place:
-    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost")
+    hosts = expand_hosts(env.get(SLURM_STEP_LIST) or env.get(SLURM_JOB_LIST) or "localhost")
     world = whole_number(env, SLURM_STEP)
     return _checked(
         Place(
@@ -139,9 +151,9 @@ def _slurm(env: Mapping[str, str]) -> Place:
             world_size=world,
             local_rank=whole_number(env, "SLURM_LOCALID"),
             local_world_size=_slurm_local_tasks(env, world),
-            node_rank=whole_number(env, "SLURM_NODEID", 0),
+            node_rank=whole_number(env, SLURM_NODE, 0),
             master_addr=env.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else LOOPBACK),
-            master_port=whole_number(env, "MASTER_PORT", _port_for(env.get("SLURM_JOB_ID", "0"))),
+            master_port=whole_number(env, "MASTER_PORT", port_for(env.get(SLURM_JOB, "0"))),
             launcher="Slurm",
         )
     )
@@ -153,7 +165,7 @@ def _slurm_local_tasks(env: Mapping[str, str], world: int) -> int:
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
         counts += [int(count)] * int(repeat or 1)
-    node = whole_number(env, "SLURM_NODEID", 0)
+    node = whole_number(env, SLURM_NODE, 0)
     return counts[node] if node < len(counts) else counts[-1]
 
 
@@ -174,7 +186,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
             local_world_size=local_world,
             node_rank=whole_number(env, "OMPI_COMM_WORLD_RANK") // local_world,
             master_addr=address,
-            master_port=whole_number(env, "MASTER_PORT", _port_for(job)),
+            master_port=whole_number(env, "MASTER_PORT", port_for(job)),
             launcher="Open MPI",
         )
     )
@@ -190,20 +202,26 @@ def _checked(place: Place) -> Place:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Slurm's compressed list: ``gpu[01-03,07],login`` is gpu01, gpu02, gpu03, gpu07, login."""
-    hosts: list[str] = []
-    for prefix, body, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)", nodelist):
-        if not body:
-            hosts.append(prefix + suffix)
-            continue
-        for part in body.split(","):
-            first, _, last = part.partition("-")
-            width = len(first)
-            hosts += [f"{prefix}{n:0{width}d}{suffix}" for n in range(int(first), int(last or first) + 1)]
-    return hosts
+    """Slurm's compressed list: ``gpu[01-03,07]-ib,rack[1-2]n[1-2]`` is gpu01-ib ... gpu07-ib, rack1n1, rack1n2 ..."""
+    return [host for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist) for host in _expand_pattern(pattern)]
 
 
-def _port_for(job: str) -> int:
+def _expand_pattern(pattern: str) -> list[str]:
+    """All names of one pattern; the last bracket counts fastest."""
+    before, bracket, rest = pattern.partition("[")
+    if not bracket:
+        return [before]
+    body, _, after = rest.partition("]")
+    numbers = [number for part in body.split(",") for number in _count(*part.partition("-")[::2])]
+    return [f"{before}{number}{tail}" for number in numbers for tail in _expand_pattern(after)]
+
+
+def _count(first: str, last: str) -> list[str]:
+    """From ``first`` to ``last``, as wide as the first is written."""
+    return [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+
+
+def port_for(job: str) -> int:
     """A port that all processes of one job agree on without talking, apart from other jobs' ports."""
     return 20000 + zlib.crc32(job.encode()) % 12000
 
