@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.errors import EchelonError, UsageError, nearest
+from echelon.launch.schedulers.command import submit
 
 if TYPE_CHECKING:
     from echelon.launch.job import Job
@@ -43,19 +44,44 @@ def run(
         str | None, typer.Option(help="How many GPUs (4), or which (0,1,3; '0,' is GPU zero alone).")
     ] = None,
     nnodes: Annotated[
-        int | None, typer.Option(help="Number of hosts.", show_default="PADDLE_TRAINERS_NUM, or 1")
+        str | None,
+        typer.Option(
+            help="Number of hosts; 2:8 for a job that goes on while at least 2 are there and takes in up to 8.",
+            show_default="PADDLE_TRAINERS_NUM, or 1",
+        ),
     ] = None,
     node_rank: Annotated[
         int | None, typer.Option(help="This host's place among the hosts; 0 is the one at --master.")
     ] = None,
-    master: Annotated[str | None, typer.Option(help="HOST:PORT where the hosts meet, the same on every host.")] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where the hosts meet, the same on every host; more by commas stand in for it."),
+    ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(help="How often to start again what failed.", show_default="0; with servers 3 for each process"),
+        typer.Option(
+            help="How often to start again what failed.", show_default="0; elastic 3; with servers 3 for each"
+        ),
     ] = None,
     log_dir: Annotated[str, typer.Option(help="Directory for rank-N.log, one file per rank.")] = "log",
     nic: Annotated[str | None, typer.Option(help="Network interface for Gloo and NCCL.")] = None,
     join_timeout: Annotated[float, typer.Option(help="Seconds to wait for the other hosts, or roles.")] = 300.0,
+    last_call: Annotated[
+        float, typer.Option(help="Elastic: seconds without a newcomer after which those that are there begin.")
+    ] = 3.0,
+    host_timeout: Annotated[float, typer.Option(help="Seconds after which a silent host is lost.")] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds for ranks to save and leave when they are asked to.")] = 30.0,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            help="After every N steps ranks copy their state into memory; 0: never.", show_default="elastic 1"
+        ),
+    ] = None,
+    stall: Annotated[float, typer.Option(help="Seconds that a rank may be late before it is told; 0: never.")] = 60.0,
+    on_stall: Annotated[str, typer.Option(help="What to do about a rank that is late: end or wait.")] = "end",
+    checked: Annotated[
+        bool, typer.Option("--check", help="Compare the calls of all ranks in every step, not in the first ones only.")
+    ] = False,
     servers: Annotated[int | None, typer.Option(help="Parameter servers on this host.")] = None,
     workers: Annotated[int | None, typer.Option(help="With servers: workers on this host.", show_default="1")] = None,
     pservers: Annotated[
@@ -70,8 +96,25 @@ def run(
         str | None,
         typer.Option("--plan", help="The plan to run, from 'echelon plan --save', on as many processes."),
     ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Start it on these hosts, over ssh: a:8,b:8 (host:processes).")
+    ] = None,
+    hostfile: Annotated[str | None, typer.Option(help="A file with a host a line: gpu01 slots=8.")] = None,
+    ssh: Annotated[
+        str | None, typer.Option(help="With hosts: how to reach them ('ssh -p 2222').", show_default="ssh")
+    ] = None,
+    remote_python: Annotated[str | None, typer.Option(help="With hosts: Python there.", show_default="as here")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="With hosts: NAME[=VALUE] that they are to see, too.")] = None,
+    on: Annotated[str | None, typer.Option(help="Start it on nodes of a cluster: ray.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="With --on ray: where the cluster is.", show_default="the one running here")
+    ] = None,
 ) -> None:
     """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
+    from echelon.launch.schedulers.surroundings import started_elsewhere
+
+    if (code := started_elsewhere(context)) is not None:
+        raise typer.Exit(code)
     from echelon.launch.run import launch
 
     raise typer.Exit(launch(checked_job(**context.params)))
@@ -81,7 +124,9 @@ def checked_job(script: str, args: list[str] | None, planned: str | None, **opti
     """What ``run`` was asked for, checked before anything is done about it."""
     from echelon.launch.job import check
     from echelon.launch.roles import check_roles
+    from echelon.launch.schedulers.surroundings import completed
 
+    options = completed(options)
     of_roles = ("servers", "workers", "pservers", "trainers", "trainer_id_from", "state")
     roles = check_roles(**{name: options.pop(name) for name in of_roles})
     return check(script, args or [], roles=roles, plan=planned, **options)
@@ -130,6 +175,9 @@ def zoo_copy(
     from echelon.zoo.copy import copy_model
 
     print(f"echelon: {copy_model(name, out)}")
+
+
+app.add_typer(submit, name="submit")
 
 
 @app.command()
@@ -280,6 +328,22 @@ def bench(
     from echelon.planner.machines.bench_command import bench as measure
 
     measure(out, procs, quick)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def doctor(
+    context: typer.Context,
+    *,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Where checkpoints will go: its room and speed, and whether all hosts share it.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all that was found as JSON.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure no speeds.")] = False,
+) -> None:
+    """Examine every host, every rank and what lies between them; takes the options of 'echelon run' (--procs ...)."""
+    from echelon.doctor.command import doctor_words
+
+    raise typer.Exit(doctor_words(context.args, checkpoint, json, quick))
 
 
 @app.command(name="fetch-data")

@@ -28,9 +28,12 @@ def launch_module(module: str, args: list[str], options: Mapping[str, str | bool
     """As ``echelon run [options] -m module args``; ``first`` is done once all that was asked for is found right."""
     from echelon.cli import checked_job
     from echelon.launch.run import launch
+    from echelon.launch.schedulers.surroundings import started_elsewhere
 
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
     with run_command().make_context("echelon train", [*words, "-m", module, *args]) as context:
+        if (code := started_elsewhere(context, first)) is not None:
+            return code
         job = checked_job(**context.params)
     first()
     return launch(job)

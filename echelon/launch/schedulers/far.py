@@ -1,0 +1,74 @@
+"""The far end of an ssh connection: starts a launcher there, hands signals to it, and ends it with the connection.
+
+ssh sends this file's text ahead of everything else, so it needs nothing of ours over there, and imports nothing but
+what Python brings. Then one line of JSON says what to start; the secret travels in it, for a command line can be read
+by every user of a host. Each line after it is the name of a signal. The end of the input means that nobody waits for
+the job any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import FrameType
+
+#: The first line of stderr once a launcher was started: ssh itself and the shell have done their part.
+HAIL = "echelon-far: started"
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.buffer.readline())
+    try:
+        os.chdir(order["directory"])
+    except OSError as error:
+        sys.exit(f"the directory {order['directory']} cannot be entered there: {error.strerror}")
+    launcher = subprocess.Popen(
+        order["words"],
+        env=os.environ | order["environment"],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: _end_with_us(order["patience"]),  # noqa: PLW1509 - there are no other threads yet
+    )
+    if order["hail"]:
+        print(HAIL, file=sys.stderr, flush=True)
+    _hand_on_our_own_signals(launcher)
+    threading.Thread(target=_heed, args=(launcher, order["patience"]), daemon=True).start()
+    code = launcher.wait()
+    sys.stderr.flush()
+    os._exit(code if code >= 0 else 128 - code)  # the thread still waits for input
+
+
+def _hand_on_our_own_signals(launcher: subprocess.Popen[bytes]) -> None:
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        launcher.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, hand_on)
+
+
+def _end_with_us(patience: float) -> None:
+    """Whoever kills this process outright ends the launcher, too."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if patience else signal.SIGKILL)
+
+
+def _heed(launcher: subprocess.Popen[bytes], patience: float) -> None:
+    """Without patience the launcher is killed: it is to be lost to the other hosts, not to take leave of them."""
+    for line in sys.stdin.buffer:
+        launcher.send_signal(signal.Signals[line.decode().strip()])
+    if not patience:
+        launcher.kill()
+    launcher.terminate()
+    try:
+        launcher.wait(patience)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+
+
+if __name__ == "__main__":
+    main()

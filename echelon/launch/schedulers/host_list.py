@@ -1,0 +1,91 @@
+"""Which hosts a job is to run on, and how many processes each takes: ``--hosts`` and ``--hostfile``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from echelon.errors import UsageError
+
+#: A name that ssh cannot take for one of its options; ``user@`` before it; an IPv6 address stands in brackets.
+_HOST = r"(?:[\w.][\w.-]*@)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.-]*)"
+_ENTRY = re.compile(rf"({_HOST})(?::(\d+))?", re.ASCII)
+_SLOTS = re.compile(r"(slots|max[-_]slots)\s*=\s*(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """One host as the user wrote it; ``procs`` is ``None`` where no number was given."""
+
+    name: str
+    procs: int | None = None
+
+    @property
+    def address(self) -> str:
+        """The name without the user and the brackets."""
+        return self.name.rpartition("@")[2].strip("[]")
+
+
+def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostEntry, ...]:
+    """The hosts of ``--hosts a:8,b:8`` or of a file; a one-line ``UsageError`` for anything else."""
+    if hosts is not None and hostfile is not None:
+        raise UsageError("--hosts and --hostfile both name the hosts; leave one of them out")
+    if hostfile is not None:
+        return _read(hostfile)
+    entries = [_entry(part.strip(), "--hosts") for part in (hosts or "").split(",") if part.strip()]
+    if not entries:
+        raise UsageError("--hosts names no host; name them by commas, as in --hosts a:8,b:8")
+    names = [entry.name for entry in entries]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"--hosts names '{twice}' twice; name each host once, with its processes: {twice}:2")
+    return tuple(entries)
+
+
+def _read(path: str) -> tuple[HostEntry, ...]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--hostfile '{path}' cannot be read: {reason}") from None
+    found = [_line(text, f"--hostfile {path}, line {number},") for number, text in enumerate(lines, 1)]
+    entries = [entry for entry in found if entry is not None]
+    if not entries:
+        raise UsageError(f"--hostfile '{path}' names no host; write one a line, as in 'gpu01 slots=8'")
+    return _added_up(entries)
+
+
+def _line(text: str, where: str) -> HostEntry | None:
+    """``host``, ``host:8``, ``host slots=8`` (and Open MPI's ``max_slots=``, which changes nothing here)."""
+    name, _, rest = text.partition("#")[0].strip().partition(" ")
+    if not name:
+        return None
+    entry = _entry(name, where)
+    if _SLOTS.sub("", rest).strip():
+        raise UsageError(f"{where} says '{rest.strip()}' of the host {name}; known: slots=N")
+    slots = [int(count) for kind, count in _SLOTS.findall(rest) if kind == "slots"]
+    return _counted(entry, slots[0], where) if slots else entry
+
+
+def _entry(text: str, where: str) -> HostEntry:
+    found = _ENTRY.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{where} names '{text}', which is no host; write it as name or name:processes")
+    entry = HostEntry(found[1])
+    return entry if found[2] is None else _counted(entry, int(found[2]), where)
+
+
+def _counted(entry: HostEntry, procs: int, where: str) -> HostEntry:
+    if procs < 1:
+        raise UsageError(f"{where} gives the host {entry.name} no process; give it one or more, or leave it out")
+    return replace(entry, procs=procs)
+
+
+def _added_up(entries: Sequence[HostEntry]) -> tuple[HostEntry, ...]:
+    """Some files have a line for every process: a host named again takes that many more."""
+    found: dict[str, HostEntry] = {}
+    for entry in entries:
+        before = found.get(entry.name)
+        found[entry.name] = entry if before is None else replace(entry, procs=(before.procs or 1) + (entry.procs or 1))
+    return tuple(found.values())

@@ -1,0 +1,365 @@
+"""``echelon submit k8s``: an Indexed Job for the hosts, a StatefulSet for parameter servers, and what ties them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
+from echelon.errors import EchelonError, UsageError
+from echelon.launch.schedulers import names
+from echelon.launch.schedulers.slurm import split_run
+from echelon.launch.schedulers.yaml_text import to_yaml
+
+MASTER_PORT, SERVER_PORT = 29500, 6174
+#: The user of the project's image, see Dockerfile.
+USER = 1000
+_INDEX = "JOB_COMPLETION_INDEX"
+_TLS, _STATE = "/etc/echelon/tls", "/var/lib/echelon"
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What ``echelon submit k8s`` was asked for.
+
+    volumes:     ``CLAIM:/path`` of persistent volumes that every pod mounts
+    min_hosts:   fewer than ``hosts``: the job is elastic
+    workers:     of each host, in a job with servers
+    state:       the size of the volume on which each server keeps its state; ``None``: gone with the pod
+    restarts:    how often each host is started again after a failure that is not an eviction
+    """
+
+    program: Sequence[str]
+    image: str
+    hosts: int
+    name: str
+    namespace: str | None = None
+    min_hosts: int | None = None
+    gpus: int | None = None
+    cpu: str | None = None
+    memory: str | None = None
+    environment: Sequence[str] = ()
+    volumes: Sequence[str] = ()
+    servers: int = 0
+    workers: int = 1
+    state: str | None = None
+    token_secret: str | None = None
+    tls_secret: str | None = None
+    run: str = ""
+    module: bool = False
+    grace: float = 30.0
+    restarts: int = 3
+
+    @property
+    def secret(self) -> str:
+        return self.token_secret or f"{self.name}-token"
+
+    @property
+    def servers_name(self) -> str:
+        return f"{self.name}-servers"
+
+    @property
+    def endpoints(self) -> str:
+        """Of all servers: each pod of a StatefulSet has a name of its own in its headless Service."""
+        pods = (f"{self.servers_name}-{index}.{self.servers_name}" for index in range(self.servers))
+        return ",".join(f"{pod}:{SERVER_PORT}" for pod in pods)
+
+    @property
+    def master(self) -> str:
+        return f"{self.name}-0.{self.name}:{MASTER_PORT}"
+
+
+def await_master(master: str | None, patience: float, env: Mapping[str, str]) -> None:
+    """In a cluster the name of another pod comes into being with that pod: wait for it."""
+    if KUBERNETES not in env or master is None:
+        return
+    host, deadline = master.split(",")[0].rpartition(":")[0].strip("[]"), time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            time.sleep(1.0)
+        else:
+            return
+
+
+def submit(asked: Submission, out: str | None) -> str:
+    """Write the documents into a file, or hand them to kubectl; what to tell of it."""
+    text = manifest(asked)
+    if out is not None:
+        _write(Path(out), text)
+        return f"written to {out}; it holds the job's secret" if asked.token_secret is None else f"written to {out}"
+    if not shutil.which("kubectl"):
+        raise EchelonError("there is no kubectl on this host; write the documents into a file by -o FILE")
+    where = ["--namespace", asked.namespace] if asked.namespace else []
+    ended = subprocess.run(
+        ["kubectl", "apply", *where, "-f", "-"], input=text, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        said = " ".join(ended.stderr.split()) or f"exit code {ended.returncode}"
+        raise EchelonError(f"kubectl did not take the job {asked.name}: {said}")
+    return f"submitted; its console: {' '.join(['kubectl logs', *where, '-f', f'job/{asked.name}'])}"
+
+
+def manifest(asked: Submission) -> str:
+    return to_yaml(documents(asked))
+
+
+def documents(asked: Submission) -> list[Document]:
+    """All that the cluster is to make, in an order in which each finds what it refers to."""
+    _check(asked)
+    found = [_service(asked, asked.name, "host", MASTER_PORT)]
+    if asked.token_secret is None:
+        found.insert(0, _secret(asked))
+    if asked.servers:
+        found += [_service(asked, asked.servers_name, "server", SERVER_PORT), _stateful_set(asked)]
+    return [*found, _job(asked)]
+
+
+def _check(asked: Submission) -> None:
+    names.check_name("--name", asked.name)
+    names.check_image(asked.image)
+    names.check_text([*asked.program, *asked.environment, asked.run])
+    for option, name in (
+        ("--namespace", asked.namespace),
+        ("--token-secret", asked.token_secret),
+        ("--tls-secret", asked.tls_secret),
+    ):
+        if name is not None:
+            names.check_object("the name of " + option, name)
+    for option, size in (("--cpu", asked.cpu), ("--memory", asked.memory), ("--state", asked.state)):
+        if size is not None:
+            names.check_quantity(option, size)
+    counts = {"--hosts": asked.hosts, "--workers": asked.workers, "--gpus": asked.gpus, "--min-hosts": asked.min_hosts}
+    for option, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"{option} {count} makes no job; it must be 1 or more")
+    _check_fit(asked)
+
+
+def _check_fit(asked: Submission) -> None:
+    if asked.min_hosts is not None and asked.min_hosts > asked.hosts:
+        raise UsageError(f"--min-hosts {asked.min_hosts} is more than --hosts {asked.hosts}")
+    if asked.servers < 0 or asked.restarts < 0 or asked.grace < 0:
+        raise UsageError("--servers, --restarts and --grace cannot be less than 0")
+    if asked.servers and asked.min_hosts not in (None, asked.hosts):
+        raise UsageError("--min-hosts is for jobs without servers; with them lost workers come back by themselves")
+    if not asked.servers and (asked.state is not None or asked.tls_secret is not None or asked.workers != 1):
+        raise UsageError("--workers, --state and --tls-secret belong to a job with servers; add --servers N")
+
+
+# The documents
+
+
+def _metadata(asked: Submission, name: str, part: str) -> Document:
+    found: Document = {"name": name, "labels": _labels(asked, part)}
+    return {**found, "namespace": asked.namespace} if asked.namespace else found
+
+
+def _labels(asked: Submission, part: str) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "echelon",
+        "app.kubernetes.io/instance": asked.name,
+        "app.kubernetes.io/component": part,
+    }
+
+
+def _secret(asked: Submission) -> Document:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(asked, asked.secret, "token"),
+        "type": "Opaque",
+        "stringData": {"token": secrets.token_hex(16)},
+    }
+
+
+def _service(asked: Submission, name: str, part: str, port: int) -> Document:
+    """Headless: it only gives the pods names, also before they are ready, for they wait for one another."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(asked, name, part),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": _labels(asked, part),
+            "ports": [{"name": "echelon", "port": port}],
+        },
+    }
+
+
+def _job(asked: Submission) -> Document:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(asked, asked.name, "host"),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": asked.hosts,
+            "parallelism": asked.hosts,
+            "backoffLimitPerIndex": asked.restarts,
+            "maxFailedIndexes": 0,
+            "podFailurePolicy": {"rules": _failure_rules()},
+            "template": {"metadata": {"labels": _labels(asked, "host")}, "spec": _host_pod(asked)},
+        },
+    }
+
+
+def _failure_rules() -> list[Document]:
+    """Evicted, or asked to end and saved: come back, at no cost. A mistake in the command would only come again."""
+
+    def on_code(action: str, code: int) -> Document:
+        return {"action": action, "onExitCodes": {"containerName": "echelon", "operator": "In", "values": [code]}}
+
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return [evicted, on_code("Ignore", REQUEUE), on_code("FailJob", 2)]
+
+
+def _host_pod(asked: Submission) -> Document:
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    container = {
+        **_container(asked, _host_command(asked), [{"name": _INDEX, "valueFrom": index}]),
+        "ports": [{"name": "echelon", "containerPort": MASTER_PORT}],
+        "resources": {"limits": _limits(asked, gpus=True)},
+    }
+    return {**_pod(asked, container), "subdomain": asked.name, "restartPolicy": "Never"}
+
+
+def _host_command(asked: Submission) -> list[str]:
+    run = [_literal(word) for word in split_run(asked.run)] + ["--grace", f"{asked.grace:g}"]
+    program = [*(["-m"] if asked.module else []), *map(_literal, asked.program)]
+    meet = ["--master", asked.master]
+    if not asked.servers:
+        least = asked.min_hosts if asked.min_hosts is not None else asked.hosts
+        nnodes = str(asked.hosts) if least == asked.hosts else f"{least}:{asked.hosts}"
+        return ["echelon", "run", "--nnodes", nnodes, "--node-rank", f"$({_INDEX})", *meet, *run, *program]
+    servers = ["--servers", "0", "--pservers", asked.endpoints, "--trainers", str(asked.hosts * asked.workers)]
+    words = [*servers, "--workers", str(asked.workers), *meet, *run, *program]
+    # Kubernetes cannot multiply; the shell can. The words come as its parameters, which it leaves as they are.
+    first = f'exec echelon run --trainer-id-from "$(({_INDEX} * {asked.workers}))" "$@"'
+    return ["sh", "-c", _literal(first), "echelon", *words]
+
+
+def _stateful_set(asked: Submission) -> Document:
+    name = asked.servers_name
+    spec: Document = {
+        "serviceName": name,
+        "replicas": asked.servers,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": _labels(asked, "server")},
+        "template": {"metadata": {"labels": _labels(asked, "server")}, "spec": _server_pod(asked)},
+    }
+    if asked.state is not None:
+        claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": asked.state}}}
+        spec["volumeClaimTemplates"] = [{"metadata": {"name": "state"}, "spec": claim}]
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": _metadata(asked, name, "server"), "spec": spec}
+
+
+def _server_pod(asked: Submission) -> Document:
+    pod_name = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    connects = {"tcpSocket": {"port": "echelon"}, "periodSeconds": 10}
+    container = {
+        **_container(asked, _server_command(asked), [pod_name]),
+        "ports": [{"name": "echelon", "containerPort": SERVER_PORT}],
+        "resources": {"limits": _limits(asked, gpus=False)},
+        # Until it serves, only the first counts: loading a large state may take its time.
+        "startupProbe": {**connects, "failureThreshold": 60},
+        "readinessProbe": connects,
+        "livenessProbe": {**connects, "failureThreshold": 6, "timeoutSeconds": 10},
+    }
+    container["volumeMounts"] = [*container["volumeMounts"], {"name": "state", "mountPath": _STATE}]
+    pod = _pod(asked, container)
+    if asked.state is None:
+        return {**pod, "volumes": [*pod["volumes"], {"name": "state", "emptyDir": {}}]}
+    # a fresh volume is root's; the image's user must be able to write to it
+    return {**pod, "securityContext": {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}}
+
+
+def _server_command(asked: Submission) -> list[str]:
+    own = f"$(POD_NAME).{asked.servers_name}:{SERVER_PORT}"
+    words = ["echelon", "serve", "--endpoint", own, "--pservers", asked.endpoints]
+    words += ["--trainers", str(asked.hosts * asked.workers), "--state", _STATE]
+    if asked.tls_secret is None:
+        return words
+    return [*words, "--tls-cert", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key", "--tls-ca", f"{_TLS}/ca.crt"]
+
+
+def _pod(asked: Submission, container: Document) -> Document:
+    return {
+        "terminationGracePeriodSeconds": int(asked.grace) + 15,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [container],
+        "volumes": _volumes(asked),
+    }
+
+
+def _container(asked: Submission, command: list[str], own: list[Document]) -> Document:
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    mounts += [{"name": f"volume-{n}", "mountPath": path} for n, (_, path) in enumerate(_claims(asked))]
+    if asked.tls_secret is not None:
+        mounts.append({"name": "tls", "mountPath": _TLS})
+    return {
+        "name": "echelon",
+        "image": asked.image,
+        "command": command,
+        "env": [*own, *_environment(asked)],
+        "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+
+
+def _environment(asked: Submission) -> list[Document]:
+    token = {"secretKeyRef": {"name": asked.secret, "key": "token"}}
+    found: list[Document] = [{"name": TOKEN, "valueFrom": token}]
+    if asked.servers:
+        found.append({"name": PS_TOKEN, "valueFrom": token})
+    if asked.tls_secret is not None:
+        found.append({"name": PS_CA, "value": f"{_TLS}/ca.crt"})
+    pairs = [names.split_variable(text, os.environ) for text in asked.environment]
+    return found + [{"name": name, "value": _literal(value)} for name, value in pairs]
+
+
+def _volumes(asked: Submission) -> list[Document]:
+    """What a rank's data loader and NCCL share lies in /dev/shm, which a container has 64 MB of by default."""
+    found: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    for number, (claim, _) in enumerate(_claims(asked)):
+        found.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    if asked.tls_secret is not None:
+        found.append({"name": "tls", "secret": {"secretName": asked.tls_secret}})
+    return found
+
+
+def _claims(asked: Submission) -> list[tuple[str, str]]:
+    return [names.split_volume(text) for text in asked.volumes]
+
+
+def _limits(asked: Submission, gpus: bool) -> dict[str, Any]:
+    found = {"cpu": asked.cpu, "memory": asked.memory, "nvidia.com/gpu": asked.gpus if gpus else None}
+    return {name: amount for name, amount in found.items() if amount is not None}
+
+
+def _literal(text: str) -> str:
+    """Kubernetes puts variables in for ``$(NAME)``; a doubled dollar stands for itself."""
+    return text.replace("$", "$$")
+
+
+def _write(path: Path, text: str) -> None:
+    """For our eyes only: there may be a secret in it."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(handle, 0o600)
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"-o '{path}' cannot be written: {error.strerror}") from None

@@ -1,0 +1,332 @@
+"""``echelon run --on ray --nnodes 2 --procs 2 train.py``: a launcher on each of some nodes of a Ray cluster.
+
+A placement group sets aside a bundle on as many nodes; in each an actor runs the ordinary launcher. Launchers meet,
+watch one another and start again by themselves, as on any hosts. What is left to do here: show what they say, hand
+signals on, and put another launcher in the place of one whose node was lost.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from echelon.environment import TOKEN, TOKEN_FILE
+from echelon.errors import PeerLost, UsageError
+from echelon.launch.hosts import host_counts
+from echelon.launch.schedulers.ray_host import News, RayHost
+from echelon.launch.schedulers.repeat import typed_words
+from echelon.launch.schedulers.ssh import carried
+from echelon.launch.secret import find_token
+
+#: Options of ``run`` that this module answers for.
+OWN = ("on", "ray_address", "nnodes", "node_rank", "master", "procs", "gpus", "env")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Seconds until launchers know by themselves that a host is gone, and then some.
+_NOTICE = 45.0
+#: How often an elastic job looks for nodes that have come.
+_LOOK = 2.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The part of ``echelon run`` that concerns the cluster, checked."""
+
+    address: str
+    least: int
+    most: int
+    #: --nnodes as launchers get it
+    nnodes: str
+    #: what each host takes of its node; and the same for its launcher
+    bundle: Mapping[str, float]
+    procs: int
+    environment: Mapping[str, str]
+    words: tuple[str, ...]
+    join_timeout: float
+    grace: float
+    #: whether there is a use for a host in the place of one that was lost
+    replaces: bool
+
+
+@dataclass
+class _Host:
+    """One launcher, from the moment on when it is asked for."""
+
+    index: int
+    actor: Any
+    name: str = ""
+    #: ``None`` while it runs, or has not come yet; -1: its node was lost
+    code: int | None = None
+    replacement: bool = False
+    started: threading.Event = field(default_factory=threading.Event)
+
+
+def run_on_ray(context: Any, first: Callable[[], None] | None = None) -> int:
+    """Start the job that ``echelon run`` was asked for on nodes of the cluster; the exit code is the job's."""
+    options = context.params
+    _check_fit(options)
+    ray = _the_library()
+    _connect(ray, options["ray_address"])
+    try:
+        request = check(context, ray.nodes())
+        if first is not None:
+            first()
+        return Cluster(ray, request).run()
+    finally:
+        ray.shutdown()
+
+
+def check(context: Any, nodes: list[dict[str, Any]]) -> Request:
+    """The options as typed, made into a ``Request`` for a cluster of these nodes, or a one-line ``UsageError``."""
+    options: Mapping[str, Any] = context.params
+    least, most, elastic = host_counts(options["nnodes"])
+    procs, bundle = _share_of_a_node(options, nodes)
+    fitting = _nodes_with(bundle, nodes)
+    if len(fitting) < least:
+        wanted = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
+        raise UsageError(
+            f"--nnodes {options['nnodes'] or 1} needs {least} nodes with {wanted} each, but the Ray cluster has "
+            f"{len(fitting)}; add nodes, or ask for less by --procs or --gpus"
+        )
+    environment = carried(os.environ, options.get("env") or [])
+    environment.pop(TOKEN_FILE, None)  # the file may exist on this host only
+    environment.pop(VISIBLE, None)  # which GPUs is Ray's choice; none where none were asked for
+    environment |= {} if "GPU" in bundle else {VISIBLE: ""}
+    environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
+    return Request(
+        address=options["ray_address"] or "auto",
+        least=least,
+        most=most,
+        nnodes=elastic or str(most),
+        bundle=bundle,
+        procs=procs,
+        environment=environment,
+        words=(*typed_words(context, leave_out=OWN), options["script"], *(options["args"] or [])),
+        join_timeout=float(options["join_timeout"]),
+        grace=float(options["grace"]),
+        replaces=bool(elastic) or bool(options["max_restarts"]),
+    )
+
+
+class Cluster:
+    """The launchers of a job on Ray, watched until the last one has ended."""
+
+    def __init__(self, ray: Any, request: Request) -> None:
+        self._ray, self._request = ray, request
+        self._hosts: list[_Host] = []
+        #: signals, and news of a host: what it said, that it ended, or that its node is lost
+        self._came: queue.SimpleQueue[signal.Signals | tuple[_Host, News | None]] = queue.SimpleQueue()
+        self._asked, self._deadline = False, float("inf")
+        self._group: Any = None
+        self._masters = ""
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._heed)
+        try:
+            self._begin()
+            return self._attend()
+        finally:
+            for host in self._hosts:
+                self._ray.kill(host.actor)
+            if self._group is not None:
+                self._ray.util.remove_placement_group(self._group)
+
+    # Starting
+
+    def _begin(self) -> None:
+        least = self._request.least
+        self._group = self._ray.util.placement_group([dict(self._request.bundle)] * least, strategy="STRICT_SPREAD")
+        if not self._group.wait(self._request.join_timeout):
+            raise PeerLost(
+                f"the Ray cluster had no room for {least} hosts within {self._request.join_timeout:g} s; "
+                "wait for others to end, or give --join-timeout"
+            )
+        hosts = [self._host_in_bundle(index) for index in range(least)]
+        places = self._ray.get([host.actor.meeting_place.remote() for host in hosts[:2]])
+        self._masters = ",".join(places if self._request.replaces else places[:1])
+        for host in hosts:
+            self._start(host)
+
+    def _host_in_bundle(self, index: int, replacement: bool = False) -> _Host:
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=index
+        )
+        return self._new_host(index, strategy, replacement)
+
+    def _new_host(self, index: int, strategy: Any, replacement: bool) -> _Host:
+        share = {name.lower(): count for name, count in self._request.bundle.items()}
+        actor = self._ray.remote(RayHost).options(
+            num_cpus=share["cpu"], num_gpus=share.get("gpu", 0), scheduling_strategy=strategy, max_concurrency=4
+        )
+        host = _Host(index, actor.remote(), replacement=replacement)
+        self._hosts.append(host)
+        return host
+
+    def _start(self, host: _Host) -> None:
+        """Send the launcher's words; they wait with the actor until its node is there."""
+        own = ["--nnodes", self._request.nnodes, "--procs", str(self._request.procs), "--master", self._masters]
+        if self._request.most == 1:
+            own = own[:4]
+        elif not host.replacement:  # the place of one that was lost is found by the others
+            own += ["--node-rank", str(host.index)]
+        words = [*own, *self._request.words]
+        host.actor.start.remote(words, os.getcwd(), dict(self._request.environment))
+        threading.Thread(target=self._listen, args=(host,), daemon=True).start()
+
+    def _listen(self, host: _Host) -> None:
+        """In a thread for each host: what it says, until it has ended."""
+        while True:
+            try:
+                news = self._ray.get(host.actor.news.remote())
+            except Exception:  # Ray has many words for it: the actor or its node is gone, or we are
+                self._came.put((host, None))
+                return
+            self._came.put((host, news))
+            if news.code is not None:
+                return
+
+    # Watching
+
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        self._came.put(signal.Signals(number))
+
+    def _attend(self) -> int:
+        looked = time.monotonic()
+        while self._running():
+            try:
+                came = self._came.get(timeout=0.5)
+            except queue.Empty:
+                pass
+            else:
+                self._hand_on(came) if isinstance(came, signal.Signals) else self._hear(*came)
+            if time.monotonic() > self._deadline:
+                break
+            if time.monotonic() - looked > _LOOK:
+                self._take_in_new_nodes()
+                looked = time.monotonic()
+        return self._code()
+
+    def _running(self) -> bool:
+        """Whether a launcher runs; replacements that have not come are waited for by those that run."""
+        return any(host.code is None and (host.started.is_set() or not host.replacement) for host in self._hosts)
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        """A signal to this command is one to every launcher; the second one waits no longer."""
+        self._deadline = time.monotonic() + (0.0 if self._asked else self._request.grace + _NOTICE)
+        self._asked = True
+        for host in self._hosts:
+            if host.code is None:
+                host.actor.tell.remote(number.name)
+
+    def _hear(self, host: _Host, news: News | None) -> None:
+        host.started.set()
+        if news is None:
+            self._lose(host)
+            return
+        host.name = news.node
+        for stream, line in news.lines:
+            where = sys.stdout if stream == "out" else sys.stderr
+            where.write(line if host.index == 0 else f"[{host.name}] {line}")
+            where.flush()
+        if news.code is not None:
+            host.code = news.code
+            if news.code:  # it is the whole job that has failed, and the others end too
+                self._deadline = min(self._deadline, time.monotonic() + self._request.grace + _NOTICE)
+
+    def _lose(self, host: _Host) -> None:
+        host.code = -1
+        again = self._request.replaces and not self._asked and any(one.code is None for one in self._hosts)
+        then = "; another takes its place as soon as the cluster has one" if again else ""
+        _say(f"the Ray node of host {host.index} ({host.name or 'which had not come'}) was lost{then}")
+        if again and host.index < self._request.least:
+            self._start(self._host_in_bundle(host.index, replacement=True))
+
+    def _take_in_new_nodes(self) -> None:
+        """Elastic: beyond the placement group a host for every node that has none, up to the most."""
+        living = [host for host in self._hosts if host.code is None]
+        if self._asked or len(living) >= self._request.most or self._request.least == self._request.most:
+            return
+        taken = {host.name.partition("/")[2] for host in living}
+        for node in _nodes_with(self._request.bundle, self._ray.nodes()):
+            if node["NodeID"][:8] not in taken and all(host.name for host in living):
+                affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], False)
+                self._start(self._new_host(len(self._hosts), affinity, replacement=True))
+                return
+
+    def _code(self) -> int:
+        """Any host that saw the job through to its end speaks for it; else the first one that failed."""
+        codes = [host.code for host in self._hosts if host.code is not None and host.code >= 0]
+        lost_for_good = any(host.code == -1 for host in self._hosts) and not self._request.replaces
+        failed = [code for code in codes if code]
+        if failed and not (self._request.nnodes.count(":") and 0 in codes):
+            return failed[0]
+        return 1 if not codes or lost_for_good else 0
+
+
+def _the_library() -> Any:
+    try:
+        import ray
+        import ray.util.placement_group
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise UsageError("--on ray needs ray: pip install 'echelon[ray]'") from None
+    return ray
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        asked = f"no Ray cluster at --ray-address {address}" if address else "no Ray cluster is running here"
+        line = " ".join(str(error).split())[:120]
+        raise UsageError(f"{asked} ({line}); start one by 'ray start --head', or give --ray-address") from None
+
+
+def _check_fit(options: Mapping[str, Any]) -> None:
+    if options["on"] != "ray":
+        raise UsageError(f"--on {options['on']}: jobs can be run on ray, or leave --on out")
+    for name in ("node_rank", "master", "hosts", "hostfile"):
+        if options.get(name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for hosts that you choose; with --on ray Ray does")
+    if options.get("servers") is not None or options.get("pservers") is not None:
+        raise UsageError("--on ray starts jobs without parameter servers; leave --servers and --pservers out")
+    if options["gpus"] is not None and not options["gpus"].isdigit():
+        raise UsageError(
+            f"--gpus {options['gpus']} names GPUs; with --on ray say how many on each host, which is Ray's choice"
+        )
+
+
+def _share_of_a_node(options: Mapping[str, Any], nodes: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
+    """Processes of each host, and what they take of a node: a processor and, where these are asked for, a GPU each.
+
+    Without a word it is all the GPUs that every node has which has any; one process where there are none.
+    """
+    gpus = int(options["gpus"]) if options["gpus"] is not None else None
+    if gpus is None and options["procs"] is None:
+        gpus = int(min((node["Resources"]["GPU"] for node in _nodes_with({"GPU": 1}, nodes)), default=0))
+    procs = options["procs"] if options["procs"] is not None else gpus or 1
+    if procs < 1:
+        raise UsageError(f"--procs {procs} makes no job; it must be 1 or more")
+    return procs, {"CPU": float(procs)} | ({"GPU": float(gpus)} if gpus else {})
+
+
+def _nodes_with(bundle: Mapping[str, float], nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        node
+        for node in nodes
+        if node["Alive"] and all(node["Resources"].get(name, 0) >= count for name, count in bundle.items())
+    ]
+
+
+def _say(line: str) -> None:
+    print(f"echelon: {line}", file=sys.stderr, flush=True)

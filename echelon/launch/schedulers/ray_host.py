@@ -1,0 +1,125 @@
+"""What runs in an actor on a node of a Ray cluster: the ordinary launcher, whose lines are fetched from afar."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from echelon.launch import network
+from echelon.launch.schedulers import far
+
+#: Seconds that ``news`` waits for some.
+_WAIT = 5.0
+
+
+@dataclass(frozen=True)
+class News:
+    """What a launcher has said since it was last asked: (out or err, line); its exit code once it has ended."""
+
+    node: str
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    code: int | None = None
+
+
+class RayHost:
+    """Made into an actor by whoever has Ray. When it dies, far.py finds its input at an end and kills the launcher.
+
+    It is killed, not asked to end: a launcher that is asked to takes leave of the others, and they would not wait for
+    another in its place. Its guard sees to the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: queue.SimpleQueue[tuple[str, str] | int] = queue.SimpleQueue()
+        self._untold: list[str] = []
+        self._order = threading.Lock()
+
+    def meeting_place(self) -> str:
+        """HOST:PORT on this node, as the others reach it."""
+        address = _address()
+        return network.endpoint(address, network.free_ports(address, 1)[0])
+
+    def start(self, words: list[str], directory: str, environment: dict[str, str]) -> None:
+        """The secret comes with the environment, by this call and no other way: actors' own variables are logged."""
+        order: dict[str, Any] = {
+            "words": [sys.executable, "-m", "echelon", "run", *words],
+            "directory": directory,
+            "environment": environment,
+            "hail": False,
+            "patience": 0.0,
+        }
+        with contextlib.suppress(OSError):  # Ray lets everything else on a node go first; ranks should not wait
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        with self._order:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", far.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            for line in (json.dumps(order), *self._untold):
+                self._send(line)
+        streams = [("out", self._process.stdout), ("err", self._process.stderr)]
+        readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._wait, args=(readers,), daemon=True).start()
+
+    def news(self) -> News:
+        """Waits a moment for some; the exit code comes after the last line."""
+        lines: list[tuple[str, str]] = []
+        with contextlib.suppress(queue.Empty):
+            said = self._said.get(timeout=_WAIT)
+            while not isinstance(said, int):
+                lines.append(said)
+                said = self._said.get(block=False)
+            return News(_name(), lines, said)
+        return News(_name(), lines)
+
+    def tell(self, name: str) -> None:
+        """Hand a signal on; calls of an actor with several threads may overtake one another."""
+        with self._order:
+            if self._process is None:
+                self._untold.append(name)
+            else:
+                self._send(name)
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: news tells
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _read(self, name: str, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                self._said.put((name, line.decode(errors="replace")))
+
+    def _wait(self, readers: list[threading.Thread]) -> None:
+        for reader in readers:
+            reader.join()
+        assert self._process is not None
+        code = self._process.wait()
+        self._said.put(code if code >= 0 else 128 - code)
+
+
+def _address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _name() -> str:
+    """Address and the beginning of the node's number: several nodes may share an address."""
+    import ray
+
+    return f"{_address()}/{ray.get_runtime_context().get_node_id()[:8]}"

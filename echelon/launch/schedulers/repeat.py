@@ -1,0 +1,23 @@
+"""The options that were typed, as words again: for the same command on another host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def typed_words(context: Any, leave_out: Iterable[str]) -> list[str]:
+    """Every option on this command line but those left out (by their names in Python). ``context`` is click's."""
+    unwanted, words = set(leave_out), []
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name)
+        if param.param_type_name == "option" and param.name not in unwanted and source.name == "COMMANDLINE":
+            words += _words(param, context.params[param.name])
+    return words
+
+
+def _words(param: Any, value: Any) -> list[str]:
+    if param.is_flag:
+        return [param.opts[0] if value else param.secondary_opts[0]]
+    values = value if param.multiple else [value]
+    return [word for one in values for word in (param.opts[0], str(one))]

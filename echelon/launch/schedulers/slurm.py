@@ -1,0 +1,215 @@
+"""Slurm: what ``echelon run`` finds in an allocation, and ``echelon submit slurm``, which asks for one."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from echelon.environment import (
+    LOG_DIR,
+    REQUEUE,
+    SLURM_CPUS,
+    SLURM_JOB,
+    SLURM_JOB_LIST,
+    SLURM_JOB_NODES,
+    SLURM_NODE,
+    SLURM_STEP,
+    SLURM_STEP_LIST,
+    SLURM_STEP_NODES,
+    TOKEN,
+    TOKEN_FILE,
+    expand_hosts,
+    port_for,
+    whole_number,
+)
+from echelon.errors import EchelonError, UsageError
+
+_TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
+#: Seconds before the time limit at which Slurm is to say so; ranks save in them.
+NOTICE = 120
+#: sbatch knows quotes of its own in these lines; what needs none is all we let in.
+_VALUE = re.compile(r"[\w .,:;@%/+=()\[\]{}*&|!<>~^-]+")
+_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}", re.ASCII)
+_KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+
+
+# In an allocation
+
+
+def found_in_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """What a task of ``srun --ntasks-per-node=1`` can tell of the job, where nobody has said otherwise."""
+    if SLURM_STEP not in env or LOG_DIR in env or not _ours(options):
+        return {}
+    hosts = expand_hosts(env.get(SLURM_STEP_LIST) or env.get(SLURM_JOB_LIST) or "localhost")
+    nodes = whole_number(env, SLURM_STEP_NODES, len(hosts))
+    if (tasks := whole_number(env, SLURM_STEP)) != nodes:
+        raise UsageError(
+            f"srun started {tasks} tasks on {nodes} nodes, and each would start processes for all GPUs of its node; "
+            "use srun --ntasks-per-node=1"
+        )
+    if nodes == 1:
+        return {}
+    port, asked = port_for(env.get(SLURM_JOB, "0")), options["nnodes"] or nodes
+    # a job that may lose its first host has a second one in its stead
+    where = ",".join(f"{host}:{port}" for host in hosts[: 2 if ":" in str(asked) else 1])
+    return {"nnodes": asked, "node_rank": whole_number(env, SLURM_NODE), "master": where}
+
+
+def needs_srun(options: Mapping[str, Any], env: Mapping[str, str]) -> int:
+    """The nodes of an allocation of several in which we stand alone, as in a batch script; else 0."""
+    if SLURM_STEP in env or LOG_DIR in env or SLURM_JOB not in env or not _ours(options):
+        return 0
+    nodes = whole_number(env, SLURM_JOB_NODES, 1)
+    return nodes if nodes > 1 else 0
+
+
+def call_srun(nodes: int, words: Sequence[str], elastic: bool) -> None:
+    """Become ``srun`` with the same command on every node. The secret goes by the environment, which srun hands on."""
+    if not shutil.which("srun"):
+        raise UsageError(
+            f"this Slurm job has {nodes} nodes, but there is no srun on PATH to reach them; "
+            "add its directory to PATH, or say --nnodes 1 to stay on this node"
+        )
+    if TOKEN not in os.environ and TOKEN_FILE not in os.environ:
+        os.environ[TOKEN] = secrets.token_hex(16)
+    sys.stdout.flush()
+    command = [*srun_words(nodes, elastic, os.environ.get(SLURM_CPUS)), sys.executable, "-m", "echelon", *words]
+    os.execvp(command[0], command)
+
+
+def srun_words(nodes: int, elastic: bool, cpus: str | None) -> list[str]:
+    """One task a node, free to use all that the job has of the node; a task that ends leaves the others alone."""
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    words += ["--kill-on-bad-exit=0", *(["--no-kill"] if elastic else [])]
+    return [*words, f"--cpus-per-task={cpus}"] if cpus else words
+
+
+def _ours(options: Mapping[str, Any]) -> bool:
+    """Whether the hosts are Slurm's to name: an option that names them wins, and so does a job with servers."""
+    by_hand = ("master", "node_rank", "hosts", "hostfile", "servers", "pservers")
+    return str(options["nnodes"]) != "1" and all(options.get(name) is None for name in by_hand)
+
+
+# echelon submit slurm
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What ``echelon submit slurm`` was asked for."""
+
+    program: Sequence[str]
+    nodes: int
+    gpus: int | None
+    cpus: int | None
+    time: str | None
+    name: str
+    partition: str | None
+    account: str | None
+    options: Sequence[str]
+    run: str
+    module: bool
+    requeue: bool
+    log_dir: str
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the options for ``echelon run`` hold a range of hosts."""
+        return bool(re.search(r"--nnodes[ =]\d+:", " ".join(split_run(self.run))))
+
+
+def script(asked: Submission) -> str:
+    """The batch script: everything in it that a user gave is checked, or quoted for the shell."""
+    template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
+    logs = Path(asked.log_dir).absolute()
+    run = [*split_run(asked.run), "--log-dir", str(logs), *(["-m"] if asked.module else [])]
+    text: str = template.render(
+        directives=_directives(asked, logs),
+        directory=shlex.quote(os.getcwd()),
+        srun=shlex.join(srun_words(asked.nodes, asked.elastic, None)),
+        echelon=shlex.join([sys.executable, "-m", "echelon", "run", *run]),
+        program=shlex.join(asked.program),
+        requeue=asked.requeue,
+        code=REQUEUE,
+        notice=NOTICE,
+    )
+    return text
+
+
+def submit(asked: Submission) -> str:
+    """Write the script beside the logs and hand it to sbatch; what to tell of it."""
+    text = script(asked)
+    path = Path(asked.log_dir).absolute() / f"{asked.name}.sbatch"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(f"--log-dir '{asked.log_dir}' cannot be used: {error.strerror}") from None
+    if not shutil.which("sbatch"):
+        raise EchelonError(f"there is no sbatch on this host; the script is {path}, to be submitted where there is one")
+    ended = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = " ".join(ended.stderr.split()) or f"exit code {ended.returncode}"
+        raise EchelonError(f"sbatch did not take {path}: {said}")
+    job = ended.stdout.strip().partition(";")[0]
+    return f"submitted as job {job}; its console will be {path.parent}/slurm-{job}.log, its script is {path}"
+
+
+def split_run(text: str) -> list[str]:
+    """``--run '--max-restarts 3'`` as words."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--run '{text}' cannot be read: {error}") from None
+
+
+def _directives(asked: Submission, logs: Path) -> list[str]:
+    if asked.nodes < 1:
+        raise UsageError(f"--nodes {asked.nodes} makes no job; it must be 1 or more")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.name, re.ASCII):
+        raise UsageError(f"--name '{asked.name}' is no name for a job; use letters, digits, dots and dashes")
+    if asked.time is not None and not _TIME.fullmatch(asked.time):
+        raise UsageError(f"--time '{asked.time}' is no time limit; write 8:00:00, or 2-12:00 for days and hours")
+    console = f"{logs}/slurm-".replace("%", "%%") + "%j.log"
+    pairs: list[tuple[str, object]] = [
+        ("job-name", asked.name),
+        ("nodes", asked.nodes),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", asked.gpus),
+        ("cpus-per-task", asked.cpus),
+        ("time", asked.time),
+        ("partition", asked.partition),
+        ("account", asked.account),
+        ("output", console),
+        ("open-mode", "append"),
+        ("signal", f"B:USR1@{NOTICE}"),
+    ]
+    given = [_option(text) for text in asked.options]
+    mine = [(key, str(value)) for key, value in pairs if value is not None and key not in dict(given)]
+    flags = ["--requeue" if asked.requeue else "--no-requeue", *(["--no-kill"] if asked.elastic else [])]
+    return [_directive(key, value) for key, value in [*mine, *given]] + flags
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, given, value = text.removeprefix("--").partition("=")
+    if not _KEY.fullmatch(key) or (given and not value):
+        raise UsageError(f"--option '{text}' is not KEY=VALUE of an option of sbatch, such as --option qos=high")
+    return key, value
+
+
+def _directive(key: str, value: str) -> str:
+    if not value:
+        return f"--{key}"
+    if not _VALUE.fullmatch(value):
+        raise UsageError(f"--{key} {value!r} has characters that a line of sbatch options cannot hold; leave them out")
+    return f'--{key}="{value}"' if " " in value else f"--{key}={value}"

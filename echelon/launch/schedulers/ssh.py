@@ -1,0 +1,204 @@
+"""``echelon run --hosts a:8,b:8 train.py``: a launcher on each of these hosts, over ssh, ended with this command."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from echelon.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
+from echelon.errors import UsageError
+from echelon.launch import network
+from echelon.launch.hosts import host_counts
+from echelon.launch.schedulers.connection import Connection, Order
+from echelon.launch.schedulers.gathering import Gathering
+from echelon.launch.schedulers.host_list import HostEntry, chosen_hosts
+from echelon.launch.schedulers.repeat import typed_words
+from echelon.launch.secret import find_token
+
+#: Variables that go to the other hosts, besides those named by --env. What ranks alone may see is not among them.
+CARRIED = ("ECHELON_", "PADDLE_", "NCCL_", "GLOO_", "OMP_", "CUDA_")
+CARRIED_NAMES = ("PYTHONPATH",)
+#: Nobody can answer a password prompt here; a host that does not answer is told instead of waited for.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+#: Options of ``run`` that this module answers for, each host getting its own.
+OWN = ("hosts", "hostfile", "ssh", "remote_python", "env", "nnodes", "node_rank", "master", "procs")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The part of ``echelon run`` that concerns the hosts, checked."""
+
+    hosts: tuple[HostEntry, ...]
+    #: the fewest hosts that the job goes on with; all of them where it is not elastic
+    least: int
+    ssh: tuple[str, ...]
+    python: str
+    environment: Mapping[str, str]
+    master: str
+    #: what every launcher gets, before and after what is its own
+    words: tuple[str, ...]
+    #: seconds that launchers may take to save and end
+    grace: float
+
+    @property
+    def nnodes(self) -> str:
+        count = len(self.hosts)
+        return str(count) if self.least == count else f"{self.least}:{count}"
+
+
+def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
+    """Start the job that ``echelon run`` was asked for on its hosts; the exit code is the job's."""
+    request = check(context)
+    if first is not None:
+        first()
+    gathering = Gathering(request.hosts, request.least, request.grace)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        gathering.hand_on(signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, hand_on)
+    for index, entry in enumerate(request.hosts):
+        gathering.add(_connect(request, index, entry))
+    return gathering.attend()
+
+
+def check(context: Any) -> Request:
+    """The options as typed, made into a ``Request``, or a one-line ``UsageError``."""
+    options: Mapping[str, Any] = context.params
+    hosts = chosen_hosts(options["hosts"], options["hostfile"])
+    _check_fit(options, hosts)
+    least = least_hosts(options["nnodes"], len(hosts))
+    ssh = _ssh_command(options["ssh"])
+    environment = carried(os.environ, options["env"] or [])
+    if TOKEN_FILE in environment or TOKEN not in environment:  # the file may exist on this host only
+        environment.pop(TOKEN_FILE, None)
+        environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
+    return Request(
+        hosts=_with_procs(hosts, options["procs"]),
+        least=least,
+        ssh=ssh,
+        python=options["remote_python"] or sys.executable,
+        environment=environment,
+        master=options["master"] or _meeting_places(_where_to_meet(hosts, least), ssh, environment[TOKEN]),
+        words=(*typed_words(context, leave_out=OWN), options["script"], *(options["args"] or [])),
+        grace=float(options.get("grace") or 30.0),
+    )
+
+
+def least_hosts(nnodes: str | None, count: int) -> int:
+    """``--nnodes MIN:MAX`` makes a job on these hosts elastic; a single number must be theirs."""
+    fewest, most, _ = (count, count, None) if nnodes is None else host_counts(nnodes)
+    if most != count:
+        raise UsageError(f"--nnodes {nnodes} does not fit the {count} hosts that are named; leave it out")
+    return fewest
+
+
+def carried(env: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+    """The variables that all hosts are to see: ours, those of the libraries, and ``--env NAME`` or ``NAME=VALUE``."""
+    found = {k: v for k, v in env.items() if (k.startswith(CARRIED) or k in CARRIED_NAMES) and k != LOG_DIR}
+    for entry in named:
+        name, given, value = entry.partition("=")
+        if not name or (not given and name not in env):
+            raise UsageError(f"--env {entry} is not set here; set it, or say --env {name or 'NAME'}=VALUE")
+        found[name] = value if given else env[name]
+    return found
+
+
+def _check_fit(options: Mapping[str, Any], hosts: Sequence[HostEntry]) -> None:
+    if options["node_rank"] is not None:
+        raise UsageError("--node-rank is for a launcher started by hand; with --hosts the order of the hosts tells")
+    if options.get("servers") is not None or options.get("pservers") is not None:
+        raise UsageError(
+            "--hosts starts jobs without parameter servers; with servers start the same command on every host, "
+            "with --pservers and --trainers"
+        )
+    if options["procs"] is not None and any(entry.procs is not None for entry in hosts):
+        raise UsageError("--procs and the numbers of --hosts both count processes; leave one of them out")
+
+
+def _where_to_meet(hosts: Sequence[HostEntry], least: int) -> Sequence[HostEntry]:
+    """At the first host; a job that may lose it has a second one in its stead."""
+    return hosts[:2] if least < len(hosts) else hosts[:1]
+
+
+def _with_procs(hosts: Sequence[HostEntry], procs: int | None) -> tuple[HostEntry, ...]:
+    return tuple(hosts) if procs is None else tuple(HostEntry(entry.name, procs) for entry in hosts)
+
+
+def _ssh_command(text: str | None) -> tuple[str, ...]:
+    try:
+        words = shlex.split(text or "ssh")
+    except ValueError as error:
+        raise UsageError(f"--ssh '{text}' cannot be read: {error}") from None
+    if not words:
+        raise UsageError("--ssh is empty; give a command, such as --ssh 'ssh -p 2222 -i key'")
+    options = [word for option in _OPTIONS for word in ("-o", option)] if os.path.basename(words[0]) == "ssh" else []
+    return (*words, *options)
+
+
+def _connect(request: Request, index: int, entry: HostEntry) -> Connection:
+    here = is_here(entry)
+    python = sys.executable if here else request.python
+    procs = () if entry.procs is None else ("--procs", str(entry.procs))
+    own = ("--nnodes", request.nnodes, "--node-rank", str(index), "--master", request.master, *procs)
+    words = (python, "-m", "echelon", "run", *own, *request.words)
+    order = Order(words, os.getcwd(), dict(request.environment), hail=not here, patience=request.grace + 10.0)
+    return Connection(entry.address, order, python, () if here else (*request.ssh, entry.name), first=index == 0)
+
+
+def is_here(entry: HostEntry) -> bool:
+    """Whether the host is this one, so that no ssh is needed. Another user's account always needs it."""
+    if "@" in entry.name:
+        return False
+    if entry.address in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    address = _resolved(entry.address)
+    return address is not None and network.is_local(address)
+
+
+def _meeting_places(hosts: Sequence[HostEntry], ssh: Sequence[str], token: str) -> str:
+    """HOST:PORT on each of these hosts, by commas, as the others reach it."""
+    away = [entry for entry in hosts if not is_here(entry)]
+    towards = _address_of(away[0], ssh) if away else None
+    return ",".join(_meeting_place(entry, towards, ssh, token) for entry in hosts)
+
+
+def _meeting_place(entry: HostEntry, towards: str | None, ssh: Sequence[str], token: str) -> str:
+    if not is_here(entry):
+        return network.endpoint(_address_of(entry, ssh), port_for(token))
+    address = network.resolve(entry.address, "--hosts")
+    if towards is not None:
+        address = network.address_towards(towards, 22)
+    return network.endpoint(address, network.free_ports(address, 1)[0])
+
+
+def _address_of(entry: HostEntry, ssh: Sequence[str]) -> str:
+    """By the name itself; else by what ssh's own configuration says that it stands for."""
+    if found := _resolved(entry.address):
+        return found
+    try:
+        told = subprocess.run([*ssh, "-G", entry.name], capture_output=True, text=True, timeout=15, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        told = ""
+    names = [line.split()[1] for line in told.splitlines() if line.lower().startswith("hostname ")]
+    if names and (found := _resolved(names[0])):
+        return found
+    raise UsageError(f"--hosts names '{entry.name}', which has no address here; add --master HOST:PORT")
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return network.resolve(host, "--hosts")
+    except UsageError:
+        return None
