@@ -54,8 +54,8 @@ class Network:
 
     def close(self) -> None:
         for keeper in self._keepers:
-            keeper.kill()
-            keeper.wait()
+            with keeper:  # closes its pipes, too
+                keeper.kill()
 
     def limit(self, rate: str) -> None:
         """From now on every host sends and receives at this rate, both at once."""
@@ -70,15 +70,30 @@ class Network:
             route = ("10.77.0.0/24", "dev", INTERFACE, "quickack", "1", "initcwnd", "64")
             self._in(host, "ip", "route", "change", *route)
 
+    def limit_host(self, host: int, rate: str) -> None:
+        """The same for one of them only."""
+        self._shape(self._hosts[host], INTERFACE, rate)
+        self._shape(self._switch, f"port{host}", rate)
+
+    def cut(self, host: int) -> None:
+        """Pull its cable at the switch: the host itself sees nothing but silence."""
+        self._in(self._switch, "ip", "link", "set", f"port{host}", "nomaster")
+
     def start(
-        self, host: int, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+        self,
+        host: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[bytes],
+        out: IO[bytes] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """The command on that host, its input and output piped, unbuffered; what it says on stderr goes to ``log``."""
+        """The command on that host; what it says on stderr goes to ``log``. Input and output are piped, unbuffered,
+        unless ``out`` is there to take the output."""
         return subprocess.Popen(
             [*_enter(self._hosts[host]), *_DIES_WITH_US, *command],
             env=dict(environment),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=out or subprocess.PIPE,
             stderr=log,
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for us; we end them
