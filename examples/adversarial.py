@@ -7,6 +7,7 @@ The generator learns to make points on a ring of radius 2. ``backward`` gathers 
 reduces those of one optimizer and steps it.
 """
 
+import argparse
 import math
 
 import torch
@@ -27,7 +28,11 @@ def ring(count: int) -> Tensor:
     return 2 * torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(count, 2)
 
 
-def main(steps: int = 1500, batch: int = 128) -> None:
+def main(batch: int = 128) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    steps = parser.parse_args().steps
+
     echelon.init(seed=0)
     nets = nn.ModuleDict({"generator": network(4, 2), "judge": network(2, 1)})
     optimizers = {name: torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.9)) for name, net in nets.items()}

@@ -1,4 +1,4 @@
-"""Train a small convnet on real images: the 1,797 handwritten digits that come with scikit-learn.
+"""Train a small convnet on real images: 1,797 handwritten digits that come with the package.
 
     echelon run --procs 2 examples/digits.py          two processes
     python examples/digits.py                         one process, the same script
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import echelon
+from echelon.zoo.datasets.digits import stored_digits
 
 
 class ConvNet(nn.Module):
@@ -39,10 +39,8 @@ class ConvNet(nn.Module):
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """1,500 images to train on, 297 to test on, in an order that is always the same."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[order, None] / 16
-    labels = torch.tensor(data.target)[order]
+    pixels, classes = stored_digits()
+    images, labels = torch.tensor(pixels)[:, None] / 255, torch.tensor(classes).long()
     return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
 
 

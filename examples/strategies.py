@@ -2,24 +2,25 @@
 
     echelon run --procs 2 examples/strategies.py
 
-Each trains the same perceptron on the 1,797 digits of scikit-learn, from the same weights and in the same order.
+Each trains the same perceptron on 1,797 handwritten digits, from the same weights and in the same order.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import echelon
 from echelon import Dgc, Lars, LocalSgd, Strategy
 from echelon.optim import Schedule
+from echelon.zoo.datasets.digits import stored_digits
 
-BATCH, EPOCHS = 16, 10
+BATCH = 16
 STRATEGIES = {
     "plain": Strategy(),
     "amp + recompute": Strategy(amp="bf16", recompute=True),
@@ -31,9 +32,8 @@ STRATEGIES = {
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images, labels = torch.tensor(data.data, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[order]
+    pixels, classes = stored_digits()
+    images, labels = torch.tensor(pixels).flatten(1) / 255, torch.tensor(classes).long()
     return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
 
 
@@ -43,12 +43,12 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), *hidden, nn.Linear(256, 10))
 
 
-def train(strategy: Strategy) -> float:
+def train(strategy: Strategy, epochs: int) -> float:
     """Accuracy on unseen images in the end."""
     seen, unseen = digits()
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    steps = EPOCHS * len(seen) // (BATCH * echelon.world_size())
+    steps = epochs * len(seen) // (BATCH * echelon.world_size())
     engine = echelon.distribute(
         model,
         loss=F.cross_entropy,
@@ -58,7 +58,7 @@ def train(strategy: Strategy) -> float:
         log=echelon.Log(console=False),
     )
     loader = engine.loader(seen, batch_size=BATCH)
-    for _ in loader.epochs(EPOCHS):
+    for _ in loader.epochs(epochs):
         for images, labels in loader:
             engine.step(images, labels)
     return engine.evaluate(unseen, metrics=["accuracy"])["accuracy"]
@@ -72,9 +72,13 @@ def traffic(strategy: Strategy) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    args = parser.parse_args()
+
     echelon.init(seed=1)
     for name, strategy in STRATEGIES.items():
-        accuracy = train(strategy)
+        accuracy = train(strategy, args.epochs)
         if echelon.is_first_worker():
             print(f"{name:24} accuracy {accuracy:6.1%}   sent by each rank in a step: {traffic(strategy)}", flush=True)
 

@@ -7,6 +7,7 @@ The task is to say whether a sentence holds more ones than twos. Batches of like
 so an epoch takes less time and learns about as much.
 """
 
+import argparse
 import time
 
 import torch
@@ -36,7 +37,7 @@ def make_sentences(count: int) -> list[tuple[torch.Tensor, int]]:
     return [(words, int((words == 1).sum() > (words == 2).sum())) for words in sentences]
 
 
-def train(sentences: list[tuple[torch.Tensor, int]], bucket_window: int) -> tuple[float, float, float]:
+def train(sentences: list[tuple[torch.Tensor, int]], bucket_window: int, epochs: int) -> tuple[float, float, float]:
     """Loss of the last epoch, part of the batches that was padding, seconds."""
     torch.manual_seed(0)
     model = Majority()
@@ -45,15 +46,19 @@ def train(sentences: list[tuple[torch.Tensor, int]], bucket_window: int) -> tupl
     lengths = [len(words) for words, _ in sentences]
     loader = engine.loader(sentences, batch_size=32, lengths=lengths, bucket_window=bucket_window)
     started = time.perf_counter()
-    for _ in loader.epochs(2):
+    for _ in loader.epochs(epochs):
         losses = [float(engine.step(tokens, labels)) for tokens, labels in loader]
     return sum(losses) / len(losses), loader.padding_waste, time.perf_counter() - started
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=2)
+    args = parser.parse_args()
+
     echelon.init()
     data = make_sentences(8000)
     for name, window in (("as they come", 1), ("in buckets", 64)):
-        loss, waste, seconds = train(data, window)
+        loss, waste, seconds = train(data, window, args.epochs)
         if echelon.is_first_worker():
             print(f"{name:14}loss {loss:.3f}   padding {waste:5.1%}   {seconds:.1f} s")

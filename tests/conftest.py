@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: workers and their ranks share two cores
+
 LONGEST = (
-    "test_examples.py",
-    "test_roles.py",
-    "test_hybrid_failure.py",
     "test_zoo_learning.py",
-    "test_hybrid_state.py",
+    "test_hybrid_failure.py",
+    "test_roles.py",
     "test_zoo_recipes.py",
-    "test_ps_faults.py",
-    "test_run.py",
+    "test_examples.py",
+    "test_hybrid_state.py",
     "test_run_plan.py",
-    "test_survival.py",
     "test_zoo_train.py",
+    "test_survival.py",
     "test_docs.py",
     "test_hosts.py",
     "test_hybrid.py",
+    "test_run.py",
+    "test_ps_faults.py",
 )
 
 

@@ -8,17 +8,21 @@ raises, dies or outlives the time limit fails the test with its name and traceba
 from __future__ import annotations
 
 import contextlib
+import gc
+import io
 import itertools
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the fork server: ranks share two cores
@@ -27,7 +31,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         *("torch", "numpy", "pytest", "echelon", "echelon.engine", "torch.distributed"),
-        *("echelon.ps.serve", "echelon.ps.served"),
+        *("echelon.ps.serve", "echelon.ps.served", "echelon.cli", "echelon.launch.run", "echelon.launch.roles"),
         "torch.fx.experimental.symbolic_shapes",  # 2 s, which the first backward() with a gradient takes on each rank
         "torch._dynamo",  # 1 s, which the first optimizer takes on each rank
     ]
@@ -96,6 +100,15 @@ def run_raw(
             process.join()
 
 
+def script(path: str, args: Sequence[str]) -> str:
+    """For ``run``: what a script prints on this rank, as the main program, in the directory where it lies."""
+    os.chdir(Path(path).parent)
+    sys.argv = [path, *args]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(path, run_name="__main__")
+    return out.getvalue()
+
+
 def free_port() -> int:
     """A port that nobody else takes before it is used: apart from those the kernel deals out, and from those of other
     pytest workers."""
@@ -135,6 +148,7 @@ def _receive(pipe: Connection, process: Any) -> Any:
 
 def _rank_entry(pipe: Connection, env: dict[str, str], rank_main: Callable[..., Any], args: Any, kwargs: Any) -> None:
     os.environ.update(env)
+    gc.freeze()  # what the server has made is shared; a collection that looks through it copies it, 0.3 s each time
     import torch
 
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import echelon
 from echelon import Strategy, pipeline, replicate, split, stage
 from echelon.parallel.layout import shares
 
-STEPS, ROWS, MICRO = 5, 16, 4
+STEPS, ROWS, MICRO = 3, 16, 4
 
 
 # ---- models ----

@@ -365,7 +365,7 @@ STOPS = [
     Stop(2, "split"), Stop(2, "split", 3), Stop(2, "dp", 1, 3), Stop(2, "dp", 3, 3), Stop(2, "dp", 3, 1),
     Stop(4, "pp"), Stop(4, "pp", 3), Stop(4, "pp", 3, 3),
 ]  # fmt: skip
-BATCHES = 7  # when a run stops
+BATCHES = 5  # when a run stops: in one epoch of three, between two checkpoints, and between two updates
 
 
 def dropping(stop: Stop, directory: str, scramble: bool) -> tuple[Any, Any]:
@@ -378,13 +378,13 @@ def dropping(stop: Stop, directory: str, scramble: bool) -> tuple[Any, Any]:
         net,
         loss=F.cross_entropy,
         optimizer=made,
-        scheduler=torch.optim.lr_scheduler.MultiStepLR(made, [3, 6], 0.3),
+        scheduler=torch.optim.lr_scheduler.MultiStepLR(made, [2, 6], 0.3),
         strategy=Strategy(gradient_merge=stop.merge, shard=stop.shard),
         checkpoint=Checkpoint(dir=directory, every=2),
         log=QUIET,
     )
     g = torch.Generator().manual_seed(9)
-    data = torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g)
+    data = torch.randn(24, 6, generator=g), torch.randint(3, (24,), generator=g)
     return engine, engine.loader(data, batch_size=4)
 
 

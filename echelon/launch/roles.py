@@ -145,7 +145,7 @@ def open_session(roles: Roles, log_dir: Path, env: Mapping[str, str]) -> Session
     session = Session(name, roles.state or own, passing=roles.state is None)
     if roles.servers:
         try:
-            session.state.mkdir(parents=True, exist_ok=True)
+            session.state.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model is in it
             (session.state / "session").write_text(name)
         except OSError as error:
             raise UsageError(f"--state '{session.state}' cannot be used: {error.strerror}") from None

@@ -68,7 +68,7 @@ class Keeper:
 
     def start(self) -> bool:
         """Restore what the directory holds, or begin it; then take snapshots from time to time. Whether it restored."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._replica is not None:
             self._replica.fetch()
         manifest = Manifest.read(self._directory)

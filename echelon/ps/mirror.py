@@ -49,7 +49,7 @@ class Mirrors:
             raise CheckpointError(cannot_write(home, error)) from None
 
     def _write(self, home: Path, head: dict[str, Any], pieces: Sequence[Any]) -> Frame:
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "keep" in head:
             _trim(home, _names(head["keep"]), _count(head, "segment"))
             return Frame({"ok": True})

@@ -42,7 +42,7 @@ def _fetched_home(state: Path, server: int, ask: Callable[[Frame], Frame]) -> Pa
     if not isinstance(session, str):
         return None
     home = home_of(state, session, server)
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return home if Replica(ask, server, home).fetch() else None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from echelon.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY, PS_TOKEN, PS_TOKEN_FILE
 from echelon.errors import UsageError
+from echelon.launch.secret import find_token
 
 #: The header that carries the token, in the form that HTTP gives it.
 HEADER, SCHEME = "authorization", "Bearer "
@@ -48,11 +49,14 @@ class Security:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None, *, token: str | None = None) -> Security:
-        """What the environment says; a token that is given wins."""
+        """What the environment says; a token that is given wins. The last resort is one made from the job's secret."""
         env = os.environ if env is None else env
         token = token or env.get(PS_TOKEN) or None
         if token is None and env.get(PS_TOKEN_FILE):
             token = _read(Path(env[PS_TOKEN_FILE])).decode("utf-8", "replace").strip()
+        if token is None and (of_job := find_token(env)) is not None:
+            # What servers are shown can be overheard where there is no TLS. It must not open the job's other doors.
+            token = hmac.new(of_job, b"parameter servers", "sha256").hexdigest()
         names = (PS_CERT, PS_KEY, PS_CA, PS_CLIENT_CA)
         return cls(token, *(Path(env[name]) if env.get(name) else None for name in names))
 

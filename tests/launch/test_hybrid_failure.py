@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import errors, run
+from harness import errors, run, script
 from zoo import QUIET
 
 import echelon as framework
@@ -81,9 +81,15 @@ engine.save("final", wait=True)
 
 
 def train(directory: Path, procs: int, *words: object, restarts: int = 0) -> Ended:
+    path = written(directory)
+    options = ("--procs", procs, "--max-restarts", restarts)
+    return echelon("run", *options, path.name, *words, cwd=directory, OMP_NUM_THREADS="1")
+
+
+def written(directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "train.py").write_text(TRAIN)
-    return echelon("run", "--procs", procs, "--max-restarts", restarts, "train.py", *words, cwd=directory)
+    return directory / "train.py"
 
 
 def seconds_since(directory: Path) -> float:
@@ -116,8 +122,7 @@ def weights(directory: Path) -> dict[str, Any]:
 
 
 def test_a_restarted_pipeline_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
-    end = train(tmp_path / "undisturbed", 2, "", "pipeline", -1, -1)
-    assert end.code == 0, end.err
+    run(script, str(written(tmp_path / "undisturbed")), ["", "pipeline", "-1", "-1"])
     end = train(tmp_path / "killed", 2, "kill", "pipeline", 1, 5, restarts=1)
     assert end.code == 0, end.err
     assert "restarting all ranks (restart 1 of 1) because rank 1 was killed by SIGKILL" in end.err

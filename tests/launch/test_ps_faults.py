@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ps_faults import faults, job
+from harness import script
+from ps_faults import BATCH, SERVERS, TRAIN, WORKERS, faults, job
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
+from serving import served
 
 pytestmark = pytest.mark.timeout(600)
 
 
+def undisturbed(mode: str, directory: Path, steps: int = 60) -> dict[str, Any]:
+    """How the same training ends where nobody is killed, and no launcher is needed."""
+    directory.mkdir()
+    (directory / "train.py").write_text(TRAIN)
+    words = [mode, str(steps), str(BATCH), "alone", str(directory / "out.json")]
+    served(script, str(directory / "train.py"), words, servers=SERVERS, workers=WORKERS)
+    return dict(json.loads((directory / "out.json").read_text()))
+
+
 def test_sync_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
-    plain = job("sync", [], tmp_path / "plain")
+    plain = undisturbed("sync", tmp_path / "plain")
     killed = job("sync", ["server-1", "rank-0"], tmp_path / "killed", replica=True)
-    assert faults("sync", plain, plain.result) == []
-    assert faults("sync", killed, plain.result) == []
+    assert faults("sync", killed, plain) == []

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from command import Ended, echelon, finish, processes_with, start, start_python, until, write
+from command import Ended, echelon, finish, processes_with, start, start_fresh, start_python, until, write
 from harness import free_port
 
 #: A worker that knows its servers, and does nothing but talk to them.
@@ -89,7 +89,7 @@ def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_pat
     )
     (tmp_path / "log").mkdir()
     write(tmp_path / "log" / "server-7.log", "of an earlier, larger job")
-    job = start("run", "--servers", 2, "--workers", 2, "look.py", "--lr", "1", cwd=tmp_path)
+    job = start_fresh("run", "--servers", 2, "--workers", 2, "look.py", "--lr", "1", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-?"))) == 2, "both workers")
     found = processes(tmp_path)
     assert sorted(found) == ["rank-0", "rank-1", "server-0", "server-1"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import harness
 import pytest
-from command import echelon, finish, processes_with, start, until, write
+from command import echelon, finish, processes_with, start, start_fresh, until, write
 
 SUM = """
 import echelon, torch, torch.distributed as dist
@@ -41,7 +41,8 @@ def test_each_rank_finds_its_place_its_arguments_and_its_log(tmp_path):
     write(tmp_path / "out" / "rank-7.log", "of an earlier, larger job")
     write(tmp_path / "out" / "rank-1.log", "of an earlier job")
 
-    end = echelon("run", "--procs", 2, "--log-dir", "out", "look.py", "--", "--procs", "9", "a$$b", cwd=tmp_path)
+    words = ("--procs", 2, "--log-dir", "out", "look.py", "--", "--procs", "9", "a$$b")
+    end = finish(start_fresh("run", *words, cwd=tmp_path))
 
     assert end.code == 0, end.err
     assert (end.out, end.err) == ("words of rank 0\n", "complaint of rank 0\n")
@@ -106,11 +107,11 @@ ENDINGS = {
 @pytest.mark.parametrize("statement", ENDINGS)
 def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_path, statement):
     how, code = ENDINGS[statement]
-    imports = "import os, signal, sys, time\n" + ("from echelon import errors\n" if "errors" in statement else "")
+    imports = "from echelon import errors" if "errors" in statement else "pass"
     write(
         tmp_path / "fail.py",
-        f"{imports}print(os.getpid(), flush=True)\n"
-        f"def inner():\n    {statement}\n"
+        "import os, signal, sys, time\nprint(os.getpid(), flush=True)\n"
+        f"def inner():\n    {imports}; {statement}\n"
         "if os.environ['RANK'] == '2': inner()\n"
         "time.sleep(600)\n",
     )
@@ -180,7 +181,7 @@ def test_a_stopped_launcher_leaves_no_process(tmp_path, number):
     )
     launcher = start("run", "--procs", 2, "sleep.py", marker, cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks' children")
-    assert len(processes_with(marker)) == 5  # the launcher, two ranks, their children
+    assert len(processes_with(marker)) == 4  # two ranks, their children
     launcher.send_signal(number)
     if number == signal.SIGKILL:
         until(lambda: not processes_with(marker), "the end of all processes")

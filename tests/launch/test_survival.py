@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command import echelon, here
+from harness import run, script
 from safetensors.torch import load_file
 
 TRAIN = """
@@ -46,9 +47,8 @@ engine.save("final", wait=True)
 
 
 def train(directory: Path, victim: int, fatal: int, *options: object) -> tuple[int, str, str]:
-    directory.mkdir(exist_ok=True)
     (directory / "train.py").write_text(TRAIN)
-    ended = echelon("run", "--procs", 2, *options, "train.py", victim, fatal, cwd=directory)
+    ended = echelon("run", "--procs", 2, *options, "train.py", victim, fatal, cwd=directory, OMP_NUM_THREADS="1")
     return ended.code, ended.out, ended.err
 
 
@@ -61,8 +61,8 @@ def weights(directory: Path) -> dict[str, object]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """The weights in the end when nobody is killed."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    code, _, err = train(directory, -1, -1)
-    assert code == 0, err
+    (directory / "train.py").write_text(TRAIN)
+    run(script, str(directory / "train.py"), ["-1", "-1"])
     ended = echelon("export", "final", "out.safetensors", cwd=directory)
     assert (ended.code, ended.err) == (0, "")
     return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}

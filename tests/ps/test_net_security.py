@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from pathlib import Path
 
 import certificates
@@ -99,6 +100,20 @@ def test_settings_come_from_the_environment(tmp_path: Path, pem: Path):
     assert Security.from_environment({**env, "ECHELON_PS_TOKEN": "nearer"}).token == "nearer"
     assert Security.from_environment({**env, "ECHELON_PS_TOKEN": "nearer"}, token="given").token == "given"
     assert Security.from_environment({}) == OPEN
+
+
+def test_the_servers_token_is_made_from_the_secret_of_the_job_unless_they_have_one_of_their_own(tmp_path: Path):
+    (tmp_path / "theirs").write_text("of the servers\n")
+    (tmp_path / "all").write_text("of the job\n")
+    made = Security.from_environment({"ECHELON_TOKEN": "of the job"}).token
+    assert made == hmac.new(b"of the job", b"parameter servers", "sha256").hexdigest()
+    of_job = {"ECHELON_TOKEN_FILE": str(tmp_path / "all")}
+    assert Security.from_environment(of_job).token == made
+    assert Security.from_environment({**of_job, "ECHELON_PS_TOKEN": "own"}).token == "own"
+    own_file = {**of_job, "ECHELON_PS_TOKEN_FILE": str(tmp_path / "theirs")}
+    assert Security.from_environment(own_file).token == "of the servers"
+    with pytest.raises(UsageError, match="ECHELON_TOKEN must be printable ASCII"):
+        Security.from_environment({"ECHELON_TOKEN": "two\nlines"})
 
 
 def test_mistakes_in_settings_are_one_line(tmp_path: Path, pem: Path):

@@ -1,6 +1,7 @@
 """Image data sets: files written here byte by byte are read back exactly, and broken ones are named in one line."""
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -13,7 +14,6 @@ import pytest
 import torch
 from harness import run
 from PIL import Image
-from sklearn.datasets import load_digits
 
 import echelon
 from echelon.data import Loader
@@ -26,6 +26,7 @@ from echelon.zoo.tasks import TASKS
 from echelon.zoo.train.input import loader_options
 
 GPU = torch.cuda.is_available()
+BUNDLED = Path(echelon.__file__).parent / "zoo" / "datasets" / "bundled"
 
 
 def opened(name, folder=None, **values):
@@ -99,14 +100,30 @@ def test_made_up_images_never_leave_the_gpu():
 # ---- digits ----
 
 
-def test_digits_are_scikit_learns_in_the_order_of_the_example():
-    source = load_digits()
+#: of the images and the labels of scikit-learn's load_digits(), as bytes
+SCIKIT_LEARNS = [
+    "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3",
+    "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0",
+]
+
+
+def known_digits():
+    with np.load(BUNDLED / "digits.npz", allow_pickle=False) as stored:
+        found = stored["images"], stored["labels"]
+    assert [array.dtype for array in found] == [np.uint8] * 2
+    assert [hashlib.sha256(array.tobytes()).hexdigest() for array in found] == SCIKIT_LEARNS
+    return found
+
+
+def test_digits_are_scikit_learns_in_an_order_that_is_always_the_same():
+    pixels, classes = known_digits()
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
-    expected = torch.tensor(source.images, dtype=torch.float32)[order, None] / 16
+    expected = torch.tensor(pixels, dtype=torch.float32)[order, None] / 16
+    wanted = torch.tensor(classes, dtype=torch.int64)[order]
     data = opened("digits", channels=1)
     (images, labels), (tests, answers) = data.train.tensors, data.test.tensors
     assert (len(labels), len(answers)) == (1500, 297)
-    assert torch.equal(torch.cat([labels, answers]), torch.tensor(source.target)[order])
+    assert torch.equal(torch.cat([labels, answers]), wanted)
     arrived = data.arrive((torch.cat([images, tests]),))[0]
     assert (arrived - expected).abs().max() <= 0.5 / 255 + 1e-6
     assert data.facts == {"num_classes": 10}

@@ -1,8 +1,7 @@
 """Models of the zoo learn real data, and learn it the same in every layout.
 
-What is learned is read from the last line of ``echelon train``: of the real command, or, where only layouts are
-compared, of the same words on ranks of the harness, which start ten times as fast. Longer runs of the same are
-benchmarks/zoo_learning.py.
+What is learned is read from the last line of ``echelon train``: once of the real command, else of the same words on
+ranks of the harness, which start ten times as fast. Longer runs of the same are benchmarks/zoo_learning.py.
 """
 
 from __future__ import annotations
@@ -40,12 +39,15 @@ def test_lenet_reads_digits_on_two_processes(tmp_path: Path) -> None:
     assert train(f"{words} --procs 2 --batch_size 32", tmp_path)["accuracy"] >= 0.97
 
 
+# ---- learning, on ranks of the harness ----
+
+
 @needs(*MNIST)
 def test_lenet_reads_mnist_on_two_processes(tmp_path: Path) -> None:
     """98.85 and 99.1 % with two seeds, in one process."""
     words = "--model_name lenet --dataset_name mnist --dataset_dir $DATA --num_epochs 3 --stop_at_step 0"
     words += " --learning_rate_decay_factor 0.4"  # the model's own is for ten epochs
-    assert train(f"{words} --procs 2 --batch_size 32", tmp_path)["accuracy"] >= 0.985
+    assert on_ranks(f"{words} --batch_size 32", 2, tmp_path / "run")["accuracy"] >= 0.985
 
 
 @needs(SHAKESPEARE)
@@ -55,7 +57,7 @@ def test_gpt_learns_more_of_shakespeare_than_pairs_of_characters(tmp_path: Path)
     assert pair == pytest.approx(2.500, abs=0.001)
     words = f"--model_name gpt_tiny --dataset_name text --dataset_dir $DATA --file_pattern {SHAKESPEARE}"
     words += " --test_part 0.02 --num_layers 2 --max_seq_length 32 --batch_size 32 --stop_at_step 300"
-    assert train(words, tmp_path)["test_loss"] < 2.3
+    assert on_ranks(words, 1, tmp_path / "run")["test_loss"] < 2.3
 
 
 # ---- learning, in this and that layout ----
