@@ -72,7 +72,7 @@ def last_line(words: str, cwd: str) -> dict[str, Any]:
 
 def on_ranks(words: str, ranks: int, cwd: Path) -> dict[str, Any]:
     cwd.mkdir()
-    return dict(run(last_line, words, str(cwd), ranks=ranks, timeout=300)[0])
+    return dict(run(last_line, words, str(cwd), ranks=ranks, timeout=500)[0])
 
 
 def losses(found: dict[str, Any]) -> list[float]:
