@@ -23,7 +23,7 @@ from echelon.assembly import Parts, assemble
 from echelon.data import Loader
 from echelon.elastic import Beginning, Elastic
 from echelon.environment import REQUEUE
-from echelon.errors import EchelonError, LossError, UsageError, nearest
+from echelon.errors import CheckpointError, Damaged, EchelonError, LossError, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
 from echelon.feeding import Feeding
 from echelon.keep import Checkpoint, Keeper, Scheduler
@@ -33,6 +33,7 @@ from echelon.objective import LossFunction, Objective, as_batch, count_samples, 
 from echelon.parallel.agree import RollCall, agree, agree_on_batch, together
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
+from echelon.parallel.collective import gather_json
 from echelon.parallel.gradients import scaled
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
@@ -338,19 +339,41 @@ class Engine:
             self.steps = self._keeper.take_up(left)
             self.say(f"went on after step {self.steps}, where this worker was before it was started again")
             return
-        found = self._keeper.newest()
-        if (source := self._remembered(found) or found) is not None:
-            self._go_on_from(source)
+        if (copies := self._remembered()) is not None:
+            self._go_on_from(copies)
+        else:
+            self._go_on_from_first_whole(self._keeper.kept())
 
-    def _remembered(self, checkpoint: Path | None) -> Stored | None:
+    def _go_on_from_first_whole(self, checkpoints: Sequence[Path]) -> None:
+        """Ranks read different parts of a checkpoint: what one of them finds damaged, none goes on from."""
+        found: list[str | None] = []
+        for path in checkpoints:
+            damage = self._damage_met(path)
+            found = [damage] if self.world.control is None else gather_json(damage, self.world.control)
+            if not any(found):
+                return
+            self.say(f"{next(filter(None, found))}; looking at the one before it")
+        if any(found):
+            raise CheckpointError(f"none of {len(checkpoints)} checkpoints is whole: {next(filter(None, found))}")
+
+    def _damage_met(self, path: Path) -> str | None:
+        """Go on from there; or why that cannot be, and nothing here is to be trusted."""
+        try:
+            if self._parts is None and self.world.rank == 0:  # too late to choose another when it is read
+                self._keeper.verify(path)
+            self._go_on_from(path)
+        except Damaged as error:
+            return str(error)
+        return None
+
+    def _remembered(self) -> Stored | None:
         """The newest copies that the hosts' memories hold, of no earlier step than the checkpoint."""
         if self._memories is None or self._memories.round == 0 or self.trial is not None:
             return None
         from echelon.memory.remembered import newest
 
-        step = self._keeper.step_of(checkpoint) if checkpoint is not None else 0
         with self._explained():
-            return newest(self._memories, step, self.world.control, self.world.rank)
+            return newest(self._memories, self._keeper.newest_step(), self.world.control, self.world.rank)
 
     def close(self) -> None:
         """Finish what runs in the background and let go of connections; the engine trains no more. All ranks call it.

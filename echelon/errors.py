@@ -22,6 +22,10 @@ class CheckpointError(EchelonError):
     """A checkpoint could not be written, found, trusted or used."""
 
 
+class Damaged(CheckpointError):
+    """A checkpoint is not, or not all, what was written."""
+
+
 class MismatchError(EchelonError):
     """The processes of one job were built differently."""
 

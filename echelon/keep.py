@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.data import Loader
 from echelon.elastic import Beginning
-from echelon.errors import CheckpointError, UsageError
+from echelon.errors import CheckpointError, Damaged, UsageError
 from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import SparseMomentum
 from echelon.parallel.holdings import Addend
@@ -190,16 +190,24 @@ class Keeper:
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
 
-    def newest(self) -> Path | None:
-        """Where the same command, given again, goes on from."""
+    def kept(self) -> list[Path]:
+        """Where the same command, given again, goes on from: the newest checkpoint first."""
         if self._settings is None or not self._settings.resume:
-            return None
-        from echelon.checkpoint import latest
+            return []
+        from echelon.checkpoint.layout import complete
 
-        return latest(self._settings.dir)
+        return [path for _, path in sorted(complete(Path(self._settings.dir)).items(), reverse=True)]
 
-    def step_of(self, checkpoint: Path) -> int:
-        return _opened(checkpoint).step
+    def verify(self, checkpoint: Path) -> None:
+        """Read all of it; raises ``Damaged``."""
+        _opened(checkpoint).verify()
+
+    def newest_step(self) -> int:
+        """Of the checkpoints; 0 where there is none, or the newest cannot be trusted."""
+        try:
+            return next((_opened(path).step for path in self.kept()), 0)
+        except Damaged:
+            return 0
 
     def wait(self) -> None:
         for writer in self._writers.values():

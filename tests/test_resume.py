@@ -135,6 +135,50 @@ def test_resume_on_another_number_of_processes(before: int, after: int, merge: i
             torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
 
 
+def staged(directory: str, stop: int | None) -> dict[str, Tensor]:
+    """The same as a pipeline, which its first batch cuts: after it is known where to go on from."""
+    echelon.init(seed=4)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    echelon.annotate(net, {"": echelon.pipeline(micro_batches=2, stages=2)})
+    engine = echelon.distribute(
+        net,
+        loss=F.cross_entropy,
+        optimizer=torch.optim.AdamW(net.parameters(), lr=0.01),
+        checkpoint=Checkpoint(dir=directory, every=3),
+        log=QUIET,
+    )
+    go(engine, engine.loader(data(), batch_size=8), 2, stop)
+    return engine.whole_state()
+
+
+def halfway(directory: str, stop: int | None) -> dict[str, Tensor]:
+    return train(directory, stop, every=3)
+
+
+@pytest.mark.parametrize("how", [halfway, staged])
+def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(how: Any, tmp_path: Path) -> None:
+    whole = run(how, str(tmp_path / "whole"), None)
+    run(how, str(tmp_path / "stopped"), 8)
+    newest = latest(tmp_path / "stopped")
+    assert newest is not None
+    (tmp_path / "stopped" / "step-00000006" / "index.json").write_text("{")
+    file = newest / "rank-1.safetensors"  # which rank 0 of two replicas need not read
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for mine, other in zip(run(how, str(tmp_path / "stopped"), None), whole, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_when_no_checkpoint_is_whole_all_ranks_say_so(tmp_path: Path) -> None:
+    run(halfway, str(tmp_path), 4)
+    for index in tmp_path.glob("step-*/index.json"):
+        index.write_text("{")
+    for line in errors(halfway, str(tmp_path), None):
+        assert "none of 2 checkpoints is whole: " in line
+        assert "step-00000003" in line
+
+
 def autosaving(directory: str) -> list[str]:
     engine, loader, _ = make(directory, every=4)
     for x, y in loader:

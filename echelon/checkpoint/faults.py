@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from echelon.errors import CheckpointError, Damaged
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -17,9 +19,10 @@ def cannot_write(path: Path, error: OSError, opened_elsewhere: bool = False) -> 
     return f"cannot write {error.filename or path}: {reason}; {_remedy(error)}"
 
 
-def cannot_read(path: Path, error: OSError) -> str:
-    advice = "the checkpoint is incomplete, use another one" if error.errno == errno.ENOENT else "check the path"
-    return f"cannot read {path}: {error.strerror or error}; {advice}"
+def cannot_read(path: Path, error: OSError) -> CheckpointError:
+    lost = error.errno in (errno.ENOENT, errno.EIO)
+    advice = "the checkpoint is incomplete, use another one" if lost else "check the path"
+    return (Damaged if lost else CheckpointError)(f"cannot read {path}: {error.strerror or error}; {advice}")
 
 
 def first_line(error: BaseException) -> str:

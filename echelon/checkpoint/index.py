@@ -21,7 +21,7 @@ from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.faults import cannot_read
 from echelon.checkpoint.layout import INDEX
 from echelon.checkpoint.tensorfile import FileRecord, Span
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, Damaged
 
 FORMAT = "echelon-checkpoint"
 VERSION = 1
@@ -95,7 +95,7 @@ def read_index(checkpoint: Path) -> Index:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
     content = _unseal(path, data)
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
@@ -122,7 +122,7 @@ def _unseal(path: Path, data: bytes) -> dict[str, Any]:
     text, _, end = data.rpartition(_SEAL)
     seal = _SEALED_END.fullmatch(end)
     if seal is None or seal[1].decode() != tensorfile.in_hex(tensorfile.checksum(text)):
-        raise CheckpointError(
+        raise Damaged(
             f"{path} is damaged or truncated: it does not match its checksum; "
             f"copy {path.parent.name} again from where it came, or remove it and use an earlier checkpoint"
         )

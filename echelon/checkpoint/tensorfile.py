@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy
 
 from echelon.checkpoint.faults import cannot_read
-from echelon.errors import CheckpointError
+from echelon.errors import Damaged
 
 _BLOCK = 64 << 20  # checksummed and written while still in reach of the cache hierarchy, and with the GIL released
 
@@ -92,7 +92,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
 
 
 def check_whole(path: Path, file: BinaryIO, record: FileRecord) -> None:
@@ -100,9 +100,9 @@ def check_whole(path: Path, file: BinaryIO, record: FileRecord) -> None:
     nbytes = os.fstat(file.fileno()).st_size
     if nbytes != record.nbytes:
         change = "truncated" if nbytes < record.nbytes else "changed"
-        raise CheckpointError(f"{path} is {change}: {nbytes} bytes instead of {record.nbytes}; {_use_another(path)}")
+        raise Damaged(f"{path} is {change}: {nbytes} bytes instead of {record.nbytes}; {_use_another(path)}")
     if in_hex(checksum(file.read(record.header_nbytes))) != record.header_checksum:
-        raise CheckpointError(f"{path} is damaged: its header does not match its checksum; {_use_another(path)}")
+        raise Damaged(f"{path} is damaged: its header does not match its checksum; {_use_another(path)}")
 
 
 def read(file: BinaryIO, path: Path, name: str, span: Span) -> numpy.typing.NDArray[numpy.uint8]:
@@ -111,7 +111,7 @@ def read(file: BinaryIO, path: Path, name: str, span: Span) -> numpy.typing.NDAr
     file.seek(span.start)
     got = file.readinto(content.data) if span.nbytes else 0  # type: ignore[attr-defined]
     if got != span.nbytes or in_hex(checksum(content.data)) != span.checksum:
-        raise CheckpointError(f"{path} is damaged: '{name}' does not match its checksum; {_use_another(path)}")
+        raise Damaged(f"{path} is damaged: '{name}' does not match its checksum; {_use_another(path)}")
     return content
 
 

@@ -85,7 +85,7 @@ def _records(path: Path, last: bool) -> Iterator[Record]:
     try:
         handle = os.open(path, os.O_RDWR if last else os.O_RDONLY)
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
     try:
         offset, size = 0, os.fstat(handle).st_size
         while offset < size:

@@ -114,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         crc, _, text = path.read_text(errors="replace").rstrip("\n").partition(" ")
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
     if crc != f"{zlib.crc32(text.encode()):08x}":
         raise CheckpointError(f"{path} is damaged: it does not match its checksum; restore the file from a copy")
     plain: dict[str, Any] = json.loads(text)

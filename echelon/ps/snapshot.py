@@ -166,7 +166,7 @@ class SnapshotFile:
         try:
             self._handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(cannot_read(self.path, error)) from None
+            raise cannot_read(self.path, error) from None
         try:
             self._open()
         except BaseException:

@@ -68,7 +68,7 @@ def _safetensors(path: Path) -> Weights:
     try:
         return load_file(path)
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
     except SafetensorError as error:
         raise CheckpointError(_damaged(path, error)) from None
 
@@ -78,7 +78,7 @@ def _torch_file(path: Path) -> Weights:
         mapped = zipfile.is_zipfile(path)  # older files are no archives and cannot be mapped
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
     except Exception as error:
         raise CheckpointError(_refused(path, error)) from None
     return _state(content, path)
@@ -129,7 +129,7 @@ def _set(path: Path) -> Weights:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(file) for file in places.values()})
     except OSError as error:
-        raise CheckpointError(cannot_read(path, error)) from None
+        raise cannot_read(path, error) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"'{path}' is no index of weights ({first_line(error)[:120]}); copy it again") from None
     weights: Weights = {}
