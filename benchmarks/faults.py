@@ -245,7 +245,8 @@ def disturb(mode: str, fault: str, seed: int, place: Path, expected: Path) -> Ou
 
 def _judge(outcome: Outcome, job: Job, victim: int, expected: Path, out_of_reach: int | None) -> None:
     outcome.ended = [process.poll() if process.poll() is not None else -99 for process in job.launchers]
-    lines = [line for host in job.hosts for line in job.said(host).splitlines() if line.startswith("echelon: ")]
+    told = [job.said(host) for host in job.hosts] + [path.read_text() for path in job.place.glob("log-*/server-*.log")]
+    lines = [line for text in told for line in text.splitlines() if line.startswith("echelon: ")]
     blamed = [line for line in lines if any(word in line for word in BLAME)]
     outcome.named = (blamed or lines or [""])[-1 if not job.finished() else 0][:300]
     if job.finished():
@@ -271,6 +272,7 @@ BLAME = (
     "not been heard",
     "does not answer",
     "raised",
+    "left out",
 )
 
 

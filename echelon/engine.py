@@ -129,6 +129,7 @@ class Engine:
         check_precision(plan.amp, self.world.device)
         if self.world.control is not None:
             agree(plan, self.world.control)
+            self._roll.open()
             broadcast_state(self.model)
         self._take(plan, marks, found)
         self._choosing, self._keeper.stream = None, self.stream

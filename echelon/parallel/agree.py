@@ -75,6 +75,12 @@ class RollCall:
         self._group: dist.ProcessGroup | None = None
         self._left = FIRST_STEPS
 
+    def open(self) -> None:
+        """Now, while all ranks are surely there: who makes connections to a rank that is gone waits for the time limit,
+        where one that has them hears of its end at once."""
+        if self._make is not None and self._group is None:
+            self._group = self._make()
+
     def answer(self, call: str, step: int, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
         """Raise on every rank when one makes another call than rank 0, or at another step.
 
@@ -83,7 +89,8 @@ class RollCall:
         """
         if self._make is None or not self._asked(call):
             return
-        self._group = self._group or self._make()
+        self.open()
+        assert self._group is not None
         shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] if sharers else []
         found = gather_json([call, step, what, list(sharers), shapes], self._group, "roll call", f"{call}()")
         _compare_calls(found)

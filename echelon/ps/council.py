@@ -7,6 +7,7 @@ committed. The furthest of these steps is the last one that the worker took part
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from echelon.ps.request import RequestError
 
 if TYPE_CHECKING:
     from echelon.ps.shard import Shard
+
+log = logging.getLogger("echelon.ps")
 
 #: Carries a frame to another server of the job and brings its answer.
 Ask = Callable[[int, Frame], Frame]
@@ -105,6 +108,8 @@ class Council:
         fenced += [self._ask(server, {"op": "fence", "worker": worker}) for server in others]
         verdict = {"op": "drop", "worker": worker, "last": max(int(answer["committed"]) for answer in fenced)}
         self._change(verdict)
+        silent = shard.beats.silent_for(worker)
+        log.warning("worker %d has been silent for %.0f s and is left out; the others go on without it", worker, silent)
         for server in others:
             self._ask(server, verdict)
 
