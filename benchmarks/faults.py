@@ -92,7 +92,7 @@ class Job:
     def _served(self, host: int) -> list[str]:
         servers = ",".join(f"{address}:{PORT}" for address in self.network.addresses[:2])
         options = {"--pservers": servers, "--trainers": 2, "--workers": 1, "--trainer-id-from": host}
-        options |= {"--join-timeout": 60, "--state": self.place / f"state-{host}"}
+        options |= {"--join-timeout": 60, "--state": self.place / f"state-{host}", "--stall": STALL}
         return [str(word) for pair in options.items() for word in pair]
 
     def rank_on(self, host: int) -> int:
@@ -251,7 +251,9 @@ def _judge(outcome: Outcome, job: Job, victim: int, expected: Path, out_of_reach
     outcome.named = (blamed or lines or [""])[-1 if not job.finished() else 0][:300]
     if job.finished():
         outcome.same_weights = _same(job.place / "final.safetensors", expected)
-        if not outcome.same_weights:
+        # servers go on without a worker that they left out, by their rule: the mean is then over the others
+        as_ruled = job.mode == "ps" and any("left out" in line for line in lines)
+        if not outcome.same_weights and not as_ruled:
             outcome.wrong.append("other weights than the undisturbed run")
     elif not blamed:
         outcome.wrong.append("ended without naming a cause")

@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: worke
 LONGEST = (
     "test_zoo_learning.py",
     "test_hybrid_failure.py",
+    "test_ray.py",
     "test_roles.py",
     "test_zoo_recipes.py",
     "test_examples.py",

@@ -11,7 +11,7 @@ from harness import run
 from torch import Tensor, nn
 
 import echelon
-from echelon.parallel.batch_norm import synchronize
+from echelon.parallel.batch_norm import _alone, _alone_in_plain_words, synchronize
 
 VARIANTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(5), (5,)),
@@ -83,3 +83,14 @@ def copied() -> bool:
 
 def test_a_deep_copy_is_a_layer_of_its_own() -> None:
     assert run(copied, ranks=2) == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (8, 5, 4), (4, 5, 3, 2), (2, 5, 3, 2, 2)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_where_a_kernel_is_missing_plain_words_say_the_same(shape: tuple[int, ...], affine: bool) -> None:
+    draw = torch.Generator().manual_seed(7)
+    x, dy = (torch.randn(shape, generator=draw, dtype=torch.double) for _ in range(2))
+    mean, var, weight = (torch.rand(5, generator=draw, dtype=torch.double) + 0.5 for _ in range(3))
+    of = dy, x, weight if affine else None, mean, var, 1e-5
+    for ours, theirs in zip(_alone_in_plain_words(*of), _alone(*of), strict=True):
+        torch.testing.assert_close(ours, theirs)

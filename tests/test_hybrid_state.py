@@ -132,15 +132,17 @@ def all_moves() -> list[Move]:
 
 _SHORT = {
     "convnet": ["one", "spread2", "interleaved2", "shard3 on 3"],
+    "transformer": ["one", "sequence2", "shard1 x sequence2", "shard2 x sequence2", "pp2 x split2"],
     "experts": ["split2", "dp2 x spread2", "shard3 x split2"],
 }
 
 
 def some_moves() -> list[Move]:
-    """Every layout once as a beginning and once as an end; and batch norm's statistics, and experts, on their way."""
+    """Every layout once as a beginning and once as an end, of the model that is quickest cut; and batch norm's
+    statistics, tied weights, and experts, on their way."""
     lot = random.Random(17)
     moves = []
-    for model, merge in [("convnet", 1), ("transformer", 2), ("experts", 2)]:
+    for model, merge in [("convnet", 1), ("unet", 2), ("transformer", 2), ("experts", 2)]:
         cycle = _SHORT.get(model) or _of(model)
         cycle = lot.sample(cycle, len(cycle))
         moves += [Move(model, *pair, merge) for pair in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]

@@ -7,83 +7,32 @@ it stood. Only workers that have joined torch.distributed are started again all 
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
-from echelon.environment import BOUND_MARK, RESTART_COUNT, RESTARTS
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from echelon.environment import BOUND_MARK, REQUEUE, RESTART_COUNT
 from echelon.launch import worker as worker_program
-from echelon.launch.agent import GRACE, LOOK, JobFailed
-from echelon.launch.failure import Failure, first_cause, read_record
+from echelon.launch.agent import GRACE, LOOK, NO_GRACE, JobFailed, Left, say
+from echelon.launch.cards import host_failure
+from echelon.launch.failure import Failure, first_cause
 from echelon.launch.guard import Guard, end_sessions
 from echelon.launch.job import Job
 from echelon.launch.meeting import WorkersStore
+from echelon.launch.member import Member, await_end
+from echelon.launch.parting import Marks, have_left, let_leave
 from echelon.launch.roles import Roles, Session, server_environment, worker_environments
-from echelon.launch.signals import signals_held
+from echelon.launch.signals import Notice, signals_held
+from echelon.launch.standstill import Standstill
 
 #: Seconds for servers to end by themselves when all workers of the job have.
 FAREWELL = 10.0
-
-
-@dataclass
-class Member:
-    """One server or worker, over all its restarts."""
-
-    role: str
-    index: int
-    count: int
-    host: str
-    command: Sequence[str]
-    env: dict[str, str]
-    log: Path
-    record: Path
-    restarts: int = 0
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-
-    @property
-    def name(self) -> str:
-        return f"{self.role} {self.index}"
-
-    @property
-    def exit_code(self) -> int | None:
-        """``None`` while it runs."""
-        assert self._process is not None
-        return self._process.poll()
-
-    @property
-    def session(self) -> int:
-        return 0 if self._process is None else self._process.pid
-
-    def start(self) -> None:
-        self.record.unlink(missing_ok=True)
-        self._process = subprocess.Popen(
-            self.command,
-            env=os.environ | self.env | {RESTARTS: str(self.restarts), "TORCHELASTIC_ERROR_FILE": str(self.record)},
-            stdin=subprocess.DEVNULL if self.role == "server" else None,
-            start_new_session=True,
-        )
-
-    def ask_to_end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-
-    def failure(self) -> Failure:
-        code = self.exit_code
-        assert code
-        return Failure(
-            rank=self.index,
-            world_size=self.count,
-            host=self.host,
-            pid=self.session,
-            exit_code=code,
-            log=str(self.log),
-            role=self.role,
-            **read_record(self.record),
-        )
 
 
 def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard) -> Crew:
@@ -96,20 +45,28 @@ def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard
         files = job.log_dir / f"{name}.log", records / f"{name}.json"
         return Member(role, index, count, host, (sys.executable, *command), env, *files)
 
+    marks = Marks(records)
     servers, workers = len(roles.endpoints), enumerate(worker_environments(roles), roles.first_trainer)
     return Crew(
         [member("server", "server", n, servers, serve, server_environment(roles, n, session)) for n in roles.servers],
-        [member("worker", "rank", n, roles.trainers, job.command, env) for n, env in workers],
+        [member("worker", "rank", n, roles.trainers, job.command, env | marks.environment) for n, env in workers],
         guard=guard,
         meet=WorkersStore(job).open,
         bound=Path(os.environ[BOUND_MARK]),
         max_restarts=job.max_restarts,
         one_host=roles.one_host,
+        marks=marks,
+        grace=job.grace,
+        standstill=Standstill(job.stall if job.on_stall == "end" else 0.0),
     )
 
 
 class Crew:
-    """``meet`` tells workers where they would meet, anew for every attempt; ``bound`` exists when they have met."""
+    """``meet`` tells workers where they would meet, anew for every attempt; ``bound`` exists when they have met.
+
+    marks, grace:  which workers can save and leave when asked, and how many seconds they are given for it
+    standstill:    tells who is stopped for too long
+    """
 
     def __init__(
         self,
@@ -121,25 +78,39 @@ class Crew:
         bound: Path,
         max_restarts: int,
         one_host: bool,
+        marks: Marks,
+        grace: float,
+        standstill: Standstill,
     ) -> None:
         self._servers, self._workers = servers, workers
         self._guard, self._meet, self._bound = guard, meet, bound
         self._max_restarts, self._one_host = max_restarts, one_host
+        self._marks, self._grace, self._standstill = marks, grace, standstill
+        self._notice = Notice()
         self._attempt = 0
 
     def run(self) -> None:
-        """Until every worker, and every server of workers elsewhere, is done; raises ``JobFailed``."""
+        """Until every worker, and every server of workers elsewhere, is done; raises ``JobFailed`` or ``Left``."""
         try:
             self._tell_workers()
             self._start(self._all)
-            while not self._done():
-                time.sleep(LOOK)
-                self._mend()
-            _await_end(self._servers, FAREWELL)
+            with self._notice.heeded():
+                self._watch()
+            await_end(self._servers, FAREWELL, LOOK / 5)
         except BaseException:
             self._end(self._all)
             raise
         self._end(self._servers)
+        if any(worker.exit_code for worker in self._workers):
+            raise JobFailed(host_failure(socket.gethostname(), "has saved and asks to be started again", REQUEUE))
+
+    def _watch(self) -> None:
+        while not self._done():
+            time.sleep(LOOK)
+            if self._notice.given is not None:
+                self._leave(self._notice.given)
+            self._give_up_stopped()
+            self._mend()
 
     @property
     def _all(self) -> list[Member]:
@@ -147,12 +118,40 @@ class Crew:
 
     def _done(self) -> bool:
         """Servers may end when the workers of this host have, but for those on other hosts they stay."""
-        awaited = self._workers if self._one_host else self._all
-        return all(member.exit_code == 0 for member in awaited)
+        awaited = [] if self._one_host else self._servers
+        return have_left(self._codes()) and all(server.exit_code == 0 for server in awaited)
+
+    def _codes(self) -> list[int | None]:
+        return [worker.exit_code for worker in self._workers]
+
+    # Leaving
+
+    def _leave(self, number: signal.Signals) -> NoReturn:
+        """We were asked to go. Workers that can save are given the time, and their servers stay for them."""
+        stopped = SignalException(f"stopped by {number.name}", number)
+        if not self._can_leave():
+            raise stopped
+        deadline = time.monotonic() + self._grace
+        running = [worker.session for worker in self._workers if worker.exit_code is None]
+        if not let_leave(running, self._codes, self._grace):
+            raise stopped
+        # Workers of other hosts, most likely asked as well, may still be saving with the servers of this one
+        await_end(self._servers, FAREWELL if self._one_host else deadline - time.monotonic(), LOOK / 5)
+        raise Left(number, goes_on=False)
+
+    def _can_leave(self) -> bool:
+        return any(self._marks.has(worker.index) for worker in self._workers)
+
+    # Mending
+
+    def _give_up_stopped(self) -> None:
+        running = {member.session: member for member in self._all if member.exit_code is None}
+        for pid in self._standstill.overdue(running):
+            running[pid].give_up(f"for {self._standstill.limit:g} s (stopped by SIGSTOP)")
 
     def _mend(self) -> None:
         """Start again whoever has failed; end the job when that makes no sense any more."""
-        failures = {member.name: member.failure() for member in self._all if member.exit_code}
+        failures = {member.name: member.failure() for member in self._all if _has_failed(member)}
         if any(not self._may_return(member, failures[member.name]) for member in self._all if member.name in failures):
             raise JobFailed(first_cause(failures.values()))
         for server in self._servers:
@@ -176,14 +175,14 @@ class Crew:
 
     def _restart(self, member: Member, failure: Failure) -> None:
         member.restarts += 1
-        _say(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
+        say(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
         end_sessions([member.session])  # its children
         self._start([member])
 
     def _restart_workers(self, failure: Failure) -> None:
         self._attempt += 1
         which = f"restart {self._attempt} of {self._max_restarts}"
-        _say(f"restarting all workers ({which}) because {failure.who} {failure.how}")
+        say(f"restarting all workers ({which}) because {failure.who} {failure.how}")
         self._end(self._workers)
         self._bound.unlink(missing_ok=True)
         for worker in self._workers:
@@ -200,6 +199,8 @@ class Crew:
     def _start(self, members: Iterable[Member]) -> None:
         with signals_held():
             for member in members:
+                if member.role == "worker":
+                    self._marks.forget(member.index)
                 member.start()
             self._guard.watch([member.session for member in self._all if member.session])
 
@@ -208,15 +209,14 @@ class Crew:
         with signals_held():
             for member in members:
                 member.ask_to_end()
-            _await_end(members, GRACE)
+            # Those that would save first cannot any more
+            hurried = [member for member in members if member.role == "worker" and self._marks.has(member.index)]
+            await_end(hurried, NO_GRACE, LOOK / 5)
+            end_sessions(member.session for member in hurried)
+            await_end(members, GRACE, LOOK / 5)
             end_sessions(member.session for member in members if member.session)
 
 
-def _await_end(members: list[Member], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(member.session and member.exit_code is None for member in members) and time.monotonic() < deadline:
-        time.sleep(LOOK / 5)
-
-
-def _say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr, flush=True)
+def _has_failed(member: Member) -> bool:
+    """A worker that has saved and left has not."""
+    return bool(member.exit_code) and not (member.role == "worker" and member.exit_code == REQUEUE)

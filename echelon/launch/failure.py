@@ -14,6 +14,8 @@ _LONGEST_LINE = 500
 _LONGEST_TRACE = 60_000  # what travels between hosts; the log keeps all of it
 #: The kind of a failure that nobody raised: the rank did not come to where others waited for it.
 STALLED = "Stalled"
+#: Of one that we killed because it was stopped and stayed so.
+STANDSTILL = "Standstill"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Failure:
     @property
     def how(self) -> str:
         """``was killed by SIGKILL``, ``failed with exit code 3``, ``raised ValueError: ...``."""
+        if self.kind == STANDSTILL:
+            return f"stood still {self.message}"
         if self.exit_code < 0 and self.rank >= 0:
             return f"was killed by {signal_name(-self.exit_code)}"
         if self.kind or self.rank < 0:
@@ -63,7 +67,7 @@ class Failure:
     @property
     def explained(self) -> bool:
         """Ended by an error that is explained in one line, and that would come again: see worker.py's records."""
-        return bool(self.kind) and self.kind != STALLED and not self.traceback
+        return bool(self.kind) and self.kind not in (STALLED, STANDSTILL) and not self.traceback
 
     @property
     def status(self) -> int:

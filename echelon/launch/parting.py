@@ -30,6 +30,9 @@ class Marks:
         for mark in self._directory.iterdir():
             mark.unlink(missing_ok=True)
 
+    def forget(self, rank: int) -> None:
+        (self._directory / f"rank-{rank}").unlink(missing_ok=True)
+
     def has(self, rank: int) -> bool:
         return (self._directory / f"rank-{rank}").exists()
 

@@ -111,8 +111,7 @@ def _run_agent(agent: HostAgent, muster: Muster) -> int:
         return end.failure.status
     except Left as end:
         last_word, goes_on = f"it was stopped by {end.number.name}", end.goes_on
-        _say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
-        return REQUEUE
+        return _left(end)
     except NotNeeded as end:
         _say(str(end))
         return 0
@@ -155,6 +154,8 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
     except JobFailed as end:
         _report(end.failure)
         status = end.failure.status
+    except Left as end:
+        status = _left(end)
     except SignalException as stop:
         status = _stopped(stop)
     else:
@@ -180,6 +181,11 @@ def _tell_others(muster: Muster, why: str, exit_code: int) -> bool:
     with contextlib.suppress(PeerLost):
         return bool(muster.hosts) and muster.take_leave(host_failure(socket.gethostname(), why, exit_code)).again
     return False
+
+
+def _left(end: Left) -> int:
+    _say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
+    return REQUEUE
 
 
 def _stopped(stop: SignalException) -> int:

@@ -112,10 +112,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, total = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=_layout(x))
-        # In evaluation mode the kernel returns dy * weight / std and the local sums of dy * x_hat and dy.
-        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
-        )
+        dx, dw, db = _alone(dy, x, weight, mean, var, ctx.eps)
         sums = start_small_sum(torch.stack([dw, db]).to(mean.dtype), ctx.group)()
         if ctx.idle:  # this rank's input is not part of the statistics, so nothing flows back through them
             dx.zero_()
@@ -123,6 +120,31 @@ class _Normalize(torch.autograd.Function):
             dx.sub_(_through_statistics(x, weight, mean, torch.rsqrt(var + ctx.eps), sums / total))
         dw, db = (dw, db) if weight is not None else (None, None)
         return dx, dw, db, None, None, None, None, None
+
+
+def _alone(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dy * weight / std``, and the local sums of ``dy * x_hat`` and ``dy``."""
+    if x.is_cuda and x.stride(1) == 1:
+        return _alone_in_plain_words(dy, x, weight, mean, var, eps)
+    # In evaluation mode the kernel returns just that.
+    dx, dw, db = torch.ops.aten.native_batch_norm_backward(
+        dy, x, weight, mean, var, None, None, False, eps, [True, True, True]
+    )
+    return dx, dw, db
+
+
+def _alone_in_plain_words(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where channels lie side by side, CUDA's kernel knows training mode only."""
+    inv_std = torch.rsqrt(var + eps)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    wide = dy.to(mean.dtype)
+    normal = (x.to(mean.dtype) - _broadcast(mean, x)) * _broadcast(inv_std, x)
+    scale = inv_std if weight is None else inv_std * weight
+    return (wide * _broadcast(scale, x)).to(dy.dtype), (wide * normal).sum(dims), wide.sum(dims)
 
 
 def _through_statistics(x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor, sums: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Every example does what its first lines say, on two real processes.
 
-One of each kind is started by the command; the others run as scripts on ranks that need no fresh start (10 s a job).
+One is started by the command; the others run as scripts on ranks that need no fresh start (10 s a job). That
+training with servers goes through the launcher is seen by test_zoo_recipes.py.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def test_experts_learn_what_one_dense_layer_cannot(tmp_path: Path) -> None:
 
 
 def test_wide_and_deep_ranks_the_rich_first(tmp_path: Path) -> None:
-    out = launched(["--servers", 1, "--workers", 2], "wide_deep.py", "--mode", "sync", cwd=tmp_path)
+    out = served("wide_deep.py", "--mode", "sync", servers=1, cwd=tmp_path)
     found = re.search(r"sync: AUC ([\d.]+) on 4,000 people", out)
     assert found, out
     assert float(found[1]) > 0.93

@@ -8,11 +8,18 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from command import Ended, echelon, finish, processes_with, start, start_fresh, start_python, until, write
 from harness import free_port
+
+from echelon.checkpoint import Stored, find
+from echelon.launch.stall import process_state
+from echelon.launch.standstill import Standstill
 
 #: A worker that knows its servers, and does nothing but talk to them.
 TALK = """
@@ -128,14 +135,16 @@ def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_pat
 
 
 def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Path) -> None:
-    """A server at the same endpoint, then a worker under the same id; the worker beside it stays the same process."""
+    """A server at the same endpoint, then a worker under the same id; the worker beside it stays the same process.
+
+    At last the server is stopped and stays so, which is as good as dead."""
     write(
         tmp_path / "talk.py",
         TALK + "note(f'up-{me}-{os.environ[\"ECHELON_RESTARTS\"]}', os.getpid())\n"
         "wait_for('server-killed'); note(f'again-{me}', join() == [(True, role.session)])\n"
         "wait_for('worker-killed'); join(); ask('leave')\n",
     )
-    job = start("run", "--servers", 1, "--workers", 2, "talk.py", cwd=tmp_path)
+    job = start("run", "--servers", 1, "--workers", 2, "--stall", 1, "talk.py", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-?-0"))) == 2, "both workers")
     before = processes(tmp_path)
     os.kill(before["server-0"], signal.SIGKILL)
@@ -143,6 +152,7 @@ def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Pa
     until(lambda: len(list(tmp_path.glob("again-?"))) == 2, "answers of the new server")
     assert [(tmp_path / f"again-{n}").read_text() for n in range(2)] == ["True"] * 2  # it knows the job
     os.kill(before["rank-1"], signal.SIGKILL)
+    os.kill(processes(tmp_path)["server-0"], signal.SIGSTOP)
     until((tmp_path / "up-1-1").exists, "the new worker")
     after = processes(tmp_path)
     (tmp_path / "worker-killed").touch()
@@ -151,15 +161,36 @@ def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Pa
     assert end.err.splitlines() == [
         "echelon: restarting server 0 (restart 1 of 3) because it was killed by SIGKILL",
         "echelon: restarting worker 1 (restart 1 of 3) because it was killed by SIGKILL",
+        "echelon: restarting server 0 (restart 2 of 3) because it stood still for 1 s (stopped by SIGSTOP)",
     ]
     assert after["rank-0"] == before["rank-0"]
     assert after["rank-1"] != before["rank-1"]
     assert after["server-0"] != before["server-0"]
     assert not (tmp_path / "up-0-1").exists()
     written = logs(tmp_path)
-    assert "----- restart 1 -----" in written["server-0.log"]
+    assert "----- restart 2 -----" in written["server-0.log"]
     assert "----- restart 1 -----" in written["rank-1.log"]
     assert "restart" not in written["rank-0.log"]
+
+
+def test_only_a_process_that_stays_stopped_is_overdue() -> None:
+    watch, sleeper = Standstill(0.3), subprocess.Popen(["sleep", "600"])
+    try:
+        sleeper.send_signal(signal.SIGSTOP)
+        until(lambda: process_state(sleeper.pid) == "T", "the stop")
+        assert watch.overdue([sleeper.pid]) == []
+        sleeper.send_signal(signal.SIGCONT)
+        until(lambda: process_state(sleeper.pid) == "S", "its going on")
+        time.sleep(0.4)
+        assert watch.overdue([sleeper.pid]) == []
+        sleeper.send_signal(signal.SIGSTOP)
+        until(lambda: process_state(sleeper.pid) == "T", "the second stop")
+        assert watch.overdue([sleeper.pid]) == []  # counted from here
+        until(lambda: watch.overdue([sleeper.pid]) == [sleeper.pid], "the end of our patience")
+        assert Standstill(0.0).overdue([sleeper.pid]) == []
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_workers_that_are_bound_come_back_together_at_another_place(tmp_path: Path) -> None:
@@ -230,6 +261,54 @@ def test_a_stopped_launcher_leaves_neither_servers_nor_workers(tmp_path: Path, n
     assert end.code == 128 + number
     assert end.err == f"echelon: stopped by {number.name}; no process is left\n"
     assert not list((tmp_path / "log").glob("servers-*"))
+
+
+LEAVE = """
+import torch
+import echelon
+echelon.init(seed=0)
+net = torch.nn.Linear(2, 1)
+torch.nn.init.constant_(net.weight, 0.5); torch.nn.init.constant_(net.bias, 0.0)
+engine = echelon.distribute(
+    net, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+    strategy=echelon.Strategy(ps="sync"), checkpoint=echelon.Checkpoint(dir="ckpt"), log=echelon.Log(console=False),
+)
+while True:
+    engine.step(torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0]]))
+    open(f"up-{engine.worker}", "w").close()
+"""
+
+
+def test_a_launcher_that_is_asked_to_go_lets_the_workers_save_by_their_servers(tmp_path: Path) -> None:
+    """What was saved are the weights of one process after as many steps: all workers see the same sample."""
+    write(tmp_path / "train.py", LEAVE)
+    job = start("run", "--servers", 1, "--workers", 2, "train.py", cwd=tmp_path)
+    until(lambda: len(list(tmp_path.glob("up-?"))) == 2, "both workers")
+    job.send_signal(signal.SIGUSR1)
+    end = finish(job)
+    assert (end.code, end.err) == (
+        75,
+        "echelon: stopped by SIGUSR1 after saving; exit code 75 asks to be started again\n",
+    )
+    assert gone(tmp_path)
+    saved = Stored(find(tmp_path / "ckpt"))
+    alone = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(alone.weight, 0.5)
+    torch.nn.init.constant_(alone.bias, 0.0)
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for _ in range(saved.step):
+        sgd.zero_grad()
+        torch.nn.functional.mse_loss(alone(torch.tensor([[1.0, -2.0]])), torch.tensor([[3.0]])).backward()
+        sgd.step()
+    torch.testing.assert_close(saved.read("model.weight"), alone.weight.data)
+
+
+def test_workers_that_left_by_themselves_are_not_started_again(tmp_path: Path) -> None:
+    write(tmp_path / "left.py", "import os\nraise SystemExit(75 if os.environ['RANK'] == '1' else 0)\n")
+    elsewhere = ["--pservers", f"127.0.0.1:{free_port()}", "--servers", 0, "--trainers", 2, "--workers", 2]
+    end = echelon("run", *elsewhere, "left.py", cwd=tmp_path)
+    assert end.code == 75
+    assert end.err == f"echelon: host {socket.gethostname()} has saved and asks to be started again\n"
 
 
 def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Path) -> None:

@@ -44,10 +44,12 @@ def test_lenet_reads_digits_on_two_processes(tmp_path: Path) -> None:
 
 @needs(*MNIST)
 def test_lenet_reads_mnist_on_two_processes(tmp_path: Path) -> None:
-    """98.85 and 99.1 % with two seeds, in one process."""
-    words = "--model_name lenet --dataset_name mnist --dataset_dir $DATA --num_epochs 3 --stop_at_step 0"
-    words += " --learning_rate_decay_factor 0.4"  # the model's own is for ten epochs
-    assert on_ranks(f"{words} --batch_size 32", 2, tmp_path / "run")["accuracy"] >= 0.985
+    """96.4 to 97.9 % with three seeds after one epoch of 8,000 images; a linear model has 85 % then, and 92 at last."""
+    words = "--model_name lenet --dataset_name mnist --dataset_dir $DATA --num_epochs 1 --stop_at_step 0"
+    found = on_ranks(f"{words} --batch_size 32", 2, tmp_path / "run")
+    assert found["mesh"] == "replicate 2"
+    assert found["steps"] == 125
+    assert found["accuracy"] >= 0.95
 
 
 @needs(SHAKESPEARE)

@@ -84,7 +84,9 @@ def _last_line(fence: re.Match[str] | None) -> dict[str, Any]:
 
 
 def launch(words: list[str], cwd: Path) -> str:
-    ended = command.echelon(*words, cwd=cwd, OMP_NUM_THREADS="1")
+    with pytest.MonkeyPatch.context() as patient:  # it starts three processes with torch, and other tests run meanwhile
+        patient.setattr(command, "LIMIT", 240.0)
+        ended = command.echelon(*words, cwd=cwd, OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err
     return ended.out
 
@@ -157,6 +159,7 @@ def _nothing_left_running() -> Iterator[None]:
     command.stop_all()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_a_page_says_what_its_commands_print(page: Path, tmp_path: Path) -> None:
     first: dict[str, Any] = {}

@@ -22,6 +22,8 @@ from typing import Any
 from echelon.environment import TOKEN, TOKEN_FILE
 from echelon.errors import PeerLost, UsageError
 from echelon.launch.hosts import host_counts
+from echelon.launch.network import endpoint
+from echelon.launch.schedulers import ray_host
 from echelon.launch.schedulers.ray_host import News, RayHost
 from echelon.launch.schedulers.repeat import typed_words
 from echelon.launch.schedulers.ssh import carried
@@ -152,7 +154,8 @@ class Cluster:
                 "wait for others to end, or give --join-timeout"
             )
         hosts = [self._host_in_bundle(index) for index in range(least)]
-        places = self._ray.get([host.actor.meeting_place.remote() for host in hosts[:2]])
+        found = self._ray.get([host.actor.meeting_place.remote() for host in hosts[:2]])
+        places = [endpoint(*place) for place in found]
         self._masters = ",".join(places if self._request.replaces else places[:1])
         for host in hosts:
             self._start(host)
@@ -276,10 +279,12 @@ class Cluster:
 def _the_library() -> Any:
     try:
         import ray
+        import ray.cloudpickle
         import ray.util.placement_group
         import ray.util.scheduling_strategies
     except ImportError:
         raise UsageError("--on ray needs ray: pip install 'echelon[ray]'") from None
+    ray.cloudpickle.register_pickle_by_value(ray_host)  # by its name, actors would import all of the package
     return ray
 
 

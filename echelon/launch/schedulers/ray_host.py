@@ -1,19 +1,22 @@
-"""What runs in an actor on a node of a Ray cluster: the ordinary launcher, whose lines are fetched from afar."""
+"""What runs in an actor on a node of a Ray cluster: the ordinary launcher, whose lines are fetched from afar.
+
+It imports nothing of ours: ray.py sends its text along, and actors need not import torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
-
-from echelon.launch import network
-from echelon.launch.schedulers import far
 
 #: Seconds that ``news`` waits for some.
 _WAIT = 5.0
@@ -41,10 +44,13 @@ class RayHost:
         self._untold: list[str] = []
         self._order = threading.Lock()
 
-    def meeting_place(self) -> str:
-        """HOST:PORT on this node, as the others reach it."""
+    def meeting_place(self) -> tuple[str, int]:
+        """Host and free port of this node, as the others reach it."""
         address = _address()
-        return network.endpoint(address, network.free_ports(address, 1)[0])
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as free:
+            free.bind((address, 0))
+            return address, int(free.getsockname()[1])
 
     def start(self, words: list[str], directory: str, environment: dict[str, str]) -> None:
         """The secret comes with the environment, by this call and no other way: actors' own variables are logged."""
@@ -59,7 +65,7 @@ class RayHost:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         with self._order:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", far.__file__],
+                [sys.executable, "-I", _far_end()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -110,6 +116,14 @@ class RayHost:
         assert self._process is not None
         code = self._process.wait()
         self._said.put(code if code >= 0 else 128 - code)
+
+
+def _far_end() -> str:
+    """Where far.py is on this node; to find a package is not to import it."""
+    package = importlib.util.find_spec("echelon")
+    assert package is not None, "echelon is not installed on this node"
+    assert package.origin is not None
+    return str(Path(package.origin).parent / "launch" / "schedulers" / "far.py")
 
 
 def _address() -> str:
