@@ -118,8 +118,8 @@ class _Normalize(torch.autograd.Function):
             dx.zero_()
         else:
             dx.sub_(_through_statistics(x, weight, mean, torch.rsqrt(var + ctx.eps), sums / total))
-        dw, db = (dw, db) if weight is not None else (None, None)
-        return dx, dw, db, None, None, None, None, None
+        given = (dw, db) if weight is not None else (None, None)
+        return dx, *given, None, None, None, None, None
 
 
 def _alone(
