@@ -211,7 +211,9 @@ def _train(case: Case) -> Trained:
         for part in range(case.reference.merge):
             poisoned = (step, echelon.rank()) in case.poisoned
             losses.append(float(engine.step(*batch(step, part, echelon.rank(), poisoned))))
-    return Trained(losses, _weights(net), path, engine.steps)
+    found = Trained(losses, _weights(net), path, engine.steps)
+    engine.close()
+    return found
 
 
 def _optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
