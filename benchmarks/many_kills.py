@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HANGS = 120.0
@@ -74,9 +75,9 @@ def ranks_of(launcher: int) -> list[int]:
     return [int(pid) for pid in children if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def until(holds: object, process: subprocess.Popen[bytes]) -> None:
+def until(holds: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + HANGS
-    while not holds():  # type: ignore[operator]
+    while not holds():
         assert time.monotonic() < end, "the job stands still"
         assert process.poll() is None, f"the job ended early, with {process.returncode}"
         time.sleep(0.02)
