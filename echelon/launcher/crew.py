@@ -18,18 +18,19 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.environment import BOUND_MARK, REQUEUE, RESTART_COUNT
-from echelon.launch import worker as worker_program
-from echelon.launch.agent import GRACE, LOOK, NO_GRACE, JobFailed, Left, say
-from echelon.launch.cards import host_failure
-from echelon.launch.failure import Failure, first_cause
-from echelon.launch.guard import Guard, end_sessions
-from echelon.launch.job import Job
-from echelon.launch.meeting import WorkersStore
-from echelon.launch.member import Member, await_end
-from echelon.launch.parting import Marks, have_left, let_leave
-from echelon.launch.roles import Roles, Session, server_environment, worker_environments
-from echelon.launch.signals import Notice, signals_held
-from echelon.launch.standstill import Standstill
+from echelon.launcher import worker as worker_program
+from echelon.launcher.agent import GRACE, LOOK, NO_GRACE, JobFailed, Left, say
+from echelon.launcher.cards import host_failure
+from echelon.launcher.failure import Failure, first_cause
+from echelon.launcher.guard import Guard, end_sessions
+from echelon.launcher.job import Job
+from echelon.launcher.meeting import WorkersStore
+from echelon.launcher.member import Member, await_end
+from echelon.launcher.parting import Marks, have_left, let_leave
+from echelon.launcher.roles import Roles, Session, server_environment, worker_environments
+from echelon.launcher.signals import Notice, signals_held
+from echelon.launcher.standstill import Standstill
+from echelon.record.events import note_beside
 
 #: Seconds for servers to end by themselves when all workers of the job have.
 FAREWELL = 10.0
@@ -38,7 +39,7 @@ FAREWELL = 10.0
 def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard) -> Crew:
     """The crew of this host, nobody started yet. What all inherit lies in our own environment."""
     host = socket.gethostname()
-    serve = (worker_program.__file__, str(os.getpid()), str(job.log_dir), "module", "echelon.launch.server")
+    serve = (worker_program.__file__, str(os.getpid()), str(job.log_dir), "module", "echelon.launcher.server")
 
     def member(role: str, log: str, index: int, count: int, command: Sequence[str], env: dict[str, str]) -> Member:
         name = f"{log}-{index}"
@@ -175,14 +176,14 @@ class Crew:
 
     def _restart(self, member: Member, failure: Failure) -> None:
         member.restarts += 1
-        say(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
+        _tell(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
         end_sessions([member.session])  # its children
         self._start([member])
 
     def _restart_workers(self, failure: Failure) -> None:
         self._attempt += 1
         which = f"restart {self._attempt} of {self._max_restarts}"
-        say(f"restarting all workers ({which}) because {failure.who} {failure.how}")
+        _tell(f"restarting all workers ({which}) because {failure.who} {failure.how}")
         self._end(self._workers)
         self._bound.unlink(missing_ok=True)
         for worker in self._workers:
@@ -215,6 +216,11 @@ class Crew:
             end_sessions(member.session for member in hurried)
             await_end(members, GRACE, LOOK / 5)
             end_sessions(member.session for member in members if member.session)
+
+
+def _tell(restart: str) -> None:
+    say(restart)
+    note_beside("restart", restart)
 
 
 def _has_failed(member: Member) -> bool:

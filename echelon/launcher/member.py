@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.environment import RESTARTS
-from echelon.launch.failure import STANDSTILL, Failure, read_record
+from echelon.launcher.failure import STANDSTILL, Failure, read_record
 
 
 @dataclass

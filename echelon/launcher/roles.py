@@ -26,7 +26,7 @@ from echelon.environment import (
     TRAINING_ROLE,
 )
 from echelon.errors import UsageError
-from echelon.launch import network
+from echelon.launcher import network
 from echelon.ps.role import BY_HAND, parse_endpoints, split_endpoint
 
 #: How often each server and each worker is started again, unless --max-restarts says otherwise.

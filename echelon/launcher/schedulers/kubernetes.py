@@ -15,9 +15,9 @@ from typing import Any
 
 from echelon.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
 from echelon.errors import EchelonError, UsageError
-from echelon.launch.schedulers import names
-from echelon.launch.schedulers.slurm import split_run
-from echelon.launch.schedulers.yaml_text import to_yaml
+from echelon.launcher.schedulers import names
+from echelon.launcher.schedulers.slurm import split_run
+from echelon.launcher.schedulers.yaml_text import to_yaml
 
 MASTER_PORT, SERVER_PORT = 29500, 6174
 #: The user of the project's image, see Dockerfile.

@@ -19,14 +19,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.errors import PeerLost
-from echelon.launch.attendance import Attendance
-from echelon.launch.cards import Cause, Host, Lineup, Terms, Verdict, host_failure
-from echelon.launch.companion import Round
-from echelon.launch.failure import Failure
-from echelon.launch.gate import serve_store, way_to_store
-from echelon.launch.line import BEAT, POLL, Board, Line, StoreGone
-from echelon.launch.roll import SUSPECT, Pulse
-from echelon.launch.secret import find_token
+from echelon.launcher.attendance import Attendance
+from echelon.launcher.cards import Cause, Host, Lineup, Terms, Verdict, host_failure
+from echelon.launcher.companion import Round
+from echelon.launcher.failure import Failure
+from echelon.launcher.gate import serve_store, way_to_store
+from echelon.launcher.line import BEAT, POLL, Board, Line, StoreGone
+from echelon.launcher.roll import SUSPECT, Pulse
+from echelon.launcher.secret import find_token
 
 #: A host that gives no sign of life for so long when a rank has just lost a peer is what it lost.
 LOST_AFTER = 6 * BEAT

@@ -17,9 +17,10 @@ from echelon.environment import (
     PADDLE_WORLD,
     PLAN,
     STALL,
+    TIMELINE,
 )
-from echelon.launch import network
-from echelon.launch.job import Job
+from echelon.launcher import network
+from echelon.launcher.job import Job
 
 
 class RankEnvironment(LogsSpecs):
@@ -83,6 +84,8 @@ def export(job: Job, address: str) -> None:
     if job.checked:
         os.environ[CHECK] = "1"
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # the user's own collectives, too
+    if job.timeline is not None:
+        os.environ[TIMELINE] = job.timeline
     if job.plan is not None:
         os.environ[PLAN] = str(job.plan)
     if job.visible_gpus is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from echelon.launch.stall import process_state
+from echelon.launcher.stall import process_state
 
 #: By a signal, by a debugger; see proc(5).
 STOPPED = ("T", "t")

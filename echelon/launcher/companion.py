@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
-    from echelon.launch.cards import Host
-    from echelon.launch.failure import Failure
+    from echelon.launcher.cards import Host
+    from echelon.launcher.failure import Failure
 
 
 @dataclass(frozen=True)

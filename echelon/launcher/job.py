@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 
 from echelon.errors import UsageError, nearest
-from echelon.launch import network, worker
-from echelon.launch.hosts import at_least, check_node_rank, host_counts, meeting_points
-from echelon.launch.roles import MAX_RESTARTS, Roles
+from echelon.launcher import network, worker
+from echelon.launcher.hosts import at_least, check_node_rank, host_counts, meeting_points
+from echelon.launcher.roles import MAX_RESTARTS, Roles
+from echelon.timeline.steps import check_steps
 
 #: What ``echelon run`` takes when it is not told: seconds, see ``Job``.
 LAST_CALL, HOST_TIMEOUT, GRACE, STALL = 3.0, 30.0, 30.0, 60.0
@@ -57,6 +58,8 @@ class Job:
     on_stall: Literal["end", "wait"] = "end"
     #: whether ranks compare every call with one another before they make it
     checked: bool = False
+    #: the steps whose timeline is recorded, in words
+    timeline: str | None = None
     #: the file with the plan that the ranks run
     plan: Path | None = None
     #: of a job with parameter servers; ``procs`` are its workers then
@@ -105,6 +108,7 @@ def check(
     checked: bool = False,
     roles: Roles | None = None,
     plan: str | None = None,
+    timeline: str | None = None,
 ) -> Job:
     """The options as typed, made into a ``Job``, or a one-line ``UsageError``."""
     visible = _choose_gpus(gpus) if gpus is not None else None
@@ -145,6 +149,7 @@ def check(
         stall=stall,
         on_stall="end" if on_stall == "end" else "wait",
         checked=checked,
+        timeline=None if timeline is None else check_steps(timeline, "--timeline"),
         roles=roles,
         plan=None if plan is None else Path(plan).absolute(),
     )

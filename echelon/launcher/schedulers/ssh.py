@@ -16,13 +16,13 @@ from typing import Any
 
 from echelon.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
 from echelon.errors import UsageError
-from echelon.launch import network
-from echelon.launch.hosts import host_counts
-from echelon.launch.schedulers.connection import Connection, Order
-from echelon.launch.schedulers.gathering import Gathering
-from echelon.launch.schedulers.host_list import HostEntry, chosen_hosts
-from echelon.launch.schedulers.repeat import typed_words
-from echelon.launch.secret import find_token
+from echelon.launcher import network
+from echelon.launcher.hosts import host_counts
+from echelon.launcher.schedulers.connection import Connection, Order
+from echelon.launcher.schedulers.gathering import Gathering
+from echelon.launcher.schedulers.host_list import HostEntry, chosen_hosts
+from echelon.launcher.schedulers.repeat import typed_words
+from echelon.launcher.secret import find_token
 
 #: Variables that go to the other hosts, besides those named by --env. What ranks alone may see is not among them.
 CARRIED = ("ECHELON_", "PADDLE_", "NCCL_", "GLOO_", "OMP_", "CUDA_")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from echelon.launch.schedulers import far
+from echelon.launcher.schedulers import far
 
 _source = Path(far.__file__).read_bytes()
 #: Two hosts never write into one another's line.

@@ -123,7 +123,7 @@ def _far_end() -> str:
     package = importlib.util.find_spec("echelon")
     assert package is not None, "echelon is not installed on this node"
     assert package.origin is not None
-    return str(Path(package.origin).parent / "launch" / "schedulers" / "far.py")
+    return str(Path(package.origin).parent / "launcher" / "schedulers" / "far.py")
 
 
 def _address() -> str:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from echelon.environment import LOOPBACK
+from echelon.environment import AGENT_STORE, LOOPBACK
 from echelon.errors import PeerLost, UsageError
-from echelon.launch import network
-from echelon.launch.attendance import Attendance, Meeting
-from echelon.launch.cards import Terms
-from echelon.launch.gate import serve_store, way_to_store
-from echelon.launch.job import Job
-from echelon.launch.line import POLL
-from echelon.launch.muster import STORE_TIMEOUT, Muster
-from echelon.launch.secret import find_token
+from echelon.launcher import network
+from echelon.launcher.attendance import Attendance, Meeting
+from echelon.launcher.cards import Terms
+from echelon.launcher.gate import serve_store, way_to_store
+from echelon.launcher.job import Job
+from echelon.launcher.line import POLL
+from echelon.launcher.muster import STORE_TIMEOUT, Muster
+from echelon.launcher.secret import find_token
 
 #: held open until the process ends
 _signs: list[socket.socket] = []
@@ -57,7 +57,7 @@ class WorkersStore:
         self._store = TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), AGENT_STORE: "True"}
 
 
 def open_muster(job: Job, address: str, extras: Callable[[], Mapping[str, str]], say: Callable[[str], None]) -> Muster:

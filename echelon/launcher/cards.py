@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from echelon.errors import PeerLost, UsageError
-from echelon.launch.failure import Failure
+from echelon.launcher.failure import Failure
 
 #: Why a round ends: a rank failed, or seems stuck; a host was lost, came, or takes leave; all ranks have left.
 Cause = Literal["failed", "stuck", "lost", "joined", "leaving", "left"]

@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from echelon.launch.worker import HELD_SIGNALS
+from echelon.launcher.worker import HELD_SIGNALS
 
 #: Schedulers announce by these that the job must go soon.
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -21,13 +21,13 @@ from typing import Any
 
 from echelon.environment import TOKEN, TOKEN_FILE
 from echelon.errors import PeerLost, UsageError
-from echelon.launch.hosts import host_counts
-from echelon.launch.network import endpoint
-from echelon.launch.schedulers import ray_host
-from echelon.launch.schedulers.ray_host import News, RayHost
-from echelon.launch.schedulers.repeat import typed_words
-from echelon.launch.schedulers.ssh import carried
-from echelon.launch.secret import find_token
+from echelon.launcher.hosts import host_counts
+from echelon.launcher.network import endpoint
+from echelon.launcher.schedulers import ray_host
+from echelon.launcher.schedulers.ray_host import News, RayHost
+from echelon.launcher.schedulers.repeat import typed_words
+from echelon.launcher.schedulers.ssh import carried
+from echelon.launcher.secret import find_token
 
 #: Options of ``run`` that this module answers for.
 OWN = ("on", "ray_address", "nnodes", "node_rank", "master", "procs", "gpus", "env")

@@ -26,32 +26,36 @@ from echelon.environment import (
     PLAN,
     PS_SESSION,
     PS_TOKEN,
+    RECORD_DIR,
     REQUEUE,
     RESTARTS,
     SERVER_INDEX,
     STALL,
     STALL_JUDGE,
+    TIMELINE,
     TRAINING_ROLE,
     TRIAL,
 )
 from echelon.errors import EchelonError, PeerLost
-from echelon.launch.agent import HostAgent, JobFailed, Left
-from echelon.launch.attendance import NotNeeded
-from echelon.launch.cards import host_failure
-from echelon.launch.companion import Companion
-from echelon.launch.crew import gather
-from echelon.launch.failure import Failure
-from echelon.launch.guard import Guard
-from echelon.launch.job import Job
-from echelon.launch.meeting import open_muster, own_address
-from echelon.launch.muster import Muster
-from echelon.launch.parting import Marks
-from echelon.launch.ranks import RankEnvironment, export, forget_logs
-from echelon.launch.roles import open_session, share
-from echelon.launch.secret import find_token
-from echelon.launch.signals import heed_signals
-from echelon.launch.stall import StallWatch
+from echelon.launcher.agent import HostAgent, JobFailed, Left
+from echelon.launcher.attendance import NotNeeded
+from echelon.launcher.cards import host_failure
+from echelon.launcher.companion import Companion
+from echelon.launcher.crew import gather
+from echelon.launcher.failure import Failure
+from echelon.launcher.guard import Guard
+from echelon.launcher.job import Job
+from echelon.launcher.meeting import open_muster, own_address
+from echelon.launcher.muster import Muster
+from echelon.launcher.parting import Marks
+from echelon.launcher.ranks import RankEnvironment, export, forget_logs
+from echelon.launcher.roles import open_session, share
+from echelon.launcher.secret import find_token
+from echelon.launcher.signals import heed_signals
+from echelon.launcher.stall import StallWatch
 from echelon.memory.companion import Memory
+from echelon.record.events import note_beside
+from echelon.record.files import given_directory
 
 
 def launch(job: Job) -> int:
@@ -83,7 +87,8 @@ def _forget_surrounding_job() -> None:
     """A script that is itself part of a job may start another one, which must not take itself for that part."""
     if LOG_DIR in os.environ:
         of_servers = (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX)
-        for name in (*of_servers, PLAN, TRIAL, ELASTIC, MEMORY, COPIES, LEAVE_MARK, STALL, STALL_JUDGE):
+        of_ranks = (PLAN, TRIAL, ELASTIC, MEMORY, COPIES, LEAVE_MARK, STALL, STALL_JUDGE, RECORD_DIR, TIMELINE)
+        for name in (*of_servers, *of_ranks):
             os.environ.pop(name, None)
 
 
@@ -104,19 +109,23 @@ def _run_agent(agent: HostAgent, muster: Muster) -> int:
     last_word, goes_on = "", False
     try:
         agent.run()
+        agent.note("ended", "all ranks are done")
         return 0
     except JobFailed as end:
         last_word = end.failure.line
         _report(end.failure)
+        agent.note("failed", last_word)
         return end.failure.status
     except Left as end:
         last_word, goes_on = f"it was stopped by {end.number.name}", end.goes_on
+        agent.note("ended", f"stopped by {end.number.name} after saving")
         return _left(end)
     except NotNeeded as end:
         _say(str(end))
         return 0
     except SignalException as stop:
         last_word = f"it was stopped by {stop.sigval.name}"
+        agent.note("ended", f"stopped by {stop.sigval.name}")
         goes_on = _tell_others(muster, f"was stopped by {stop.sigval.name}", -stop.sigval)
         raise
     except EchelonError as error:
@@ -153,6 +162,7 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
         gather(job, roles, session, records, guard).run()
     except JobFailed as end:
         _report(end.failure)
+        note_beside("failed", end.failure.line)
         status = end.failure.status
     except Left as end:
         status = _left(end)
@@ -160,11 +170,22 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
         status = _stopped(stop)
     else:
         status = 0
+        note_beside("ended", "all workers are done")
+        if job.timeline is not None:
+            _tell_timeline()
     if status and session.holds_state():
         _say(f"the servers' state is in {session.state}; to go on from it, add --state {session.state}")
     else:
         session.forget()
     return status
+
+
+def _tell_timeline() -> None:
+    """Workers of servers do not meet; each has written what it recorded, and this is all of it."""
+    from echelon.timeline.command import conclude
+
+    for line in conclude(given_directory()):
+        _say(line)
 
 
 def _report(failure: Failure) -> None:

@@ -37,7 +37,7 @@ def slurm(
     dry_run: DryRun = False,
 ) -> None:
     """Write a batch script, and submit it by sbatch."""
-    from echelon.launch.schedulers import slurm as scheduler
+    from echelon.launcher.schedulers import slurm as scheduler
 
     asked = scheduler.Submission(
         program=_program(script, args),
@@ -91,7 +91,7 @@ def k8s(
     out: Annotated[str | None, typer.Option("-o", help="Write the documents into this file.")] = None,
 ) -> None:
     """Describe the job to Kubernetes, and hand it over by kubectl."""
-    from echelon.launch.schedulers import kubernetes
+    from echelon.launcher.schedulers import kubernetes
 
     asked = kubernetes.Submission(
         program=_program(script, args),

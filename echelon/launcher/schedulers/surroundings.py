@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.errors import UsageError
-from echelon.launch.schedulers import kubernetes, slurm
-from echelon.launch.schedulers.ray import run_on_ray
-from echelon.launch.schedulers.ssh import run_on_hosts
+from echelon.launcher.schedulers import kubernetes, slurm
+from echelon.launcher.schedulers.ray import run_on_ray
+from echelon.launcher.schedulers.ssh import run_on_hosts
 
 #: Options of ``run`` that only mean something together with hosts to be reached over ssh.
 OF_SSH = ("ssh", "remote_python", "env")

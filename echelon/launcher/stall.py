@@ -17,9 +17,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from echelon.environment import STALL, STALL_JUDGE
 from echelon.errors import EchelonError
-from echelon.launch.companion import Round
-from echelon.launch.failure import STALLED, Failure
-from echelon.watch.court import Court, Ruling, period
+from echelon.launcher.companion import Round
+from echelon.launcher.failure import STALLED, Failure
+from echelon.watch.court import Court, Ruling, note_rulings, period
 from echelon.watch.reporter import PREFIX
 
 #: States of a process worth telling others, see proc(5).
@@ -88,6 +88,7 @@ class StallWatch:
 
     def _judge(self, at: Round, court: Court, now: float) -> Failure | None:
         ruling, lines = court.sit(now, self._all_states(at))
+        note_rulings(ruling, lines)
         for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
             at.board.set(f"stall/table/{int(at.board.add('stall/tables', 1)) - 1}", text)
         if ruling is None or ruling.culprit is None or ruling.finding.works or not self._ends:

@@ -17,9 +17,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from echelon.environment import LOOPBACK, PS_CA, PS_CERT, TOKEN
 from echelon.errors import PeerLost, UsageError
-from echelon.launch import network, tls
-from echelon.launch.pipe import Door, End, is_ours, join, stay_alert, wait_for
-from echelon.launch.secret import PATIENCE, Stranger, calleds_proof, callers_proof
+from echelon.launcher import network, tls
+from echelon.launcher.pipe import Door, End, is_ours, join, stay_alert, wait_for
+from echelon.launcher.secret import PATIENCE, Stranger, calleds_proof, callers_proof
 
 #: Callers at once who have not proven themselves yet. A proof takes one round trip; hundreds of ranks come together.
 STRANGERS = 256

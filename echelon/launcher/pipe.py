@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from echelon.launch.secret import PATIENCE, Proof, Stranger
+from echelon.launcher.secret import PATIENCE, Proof, Stranger
 
 #: Bytes of a caller that are read before it has proven itself: enough for the proof
 KEPT = 1024

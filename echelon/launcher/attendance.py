@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echelon.errors import EchelonError, PeerLost, UsageError
-from echelon.launch import network
-from echelon.launch.cards import Arrival, Host, Lineup, Terms, Verdict
-from echelon.launch.line import POLL, Line, StoreGone
-from echelon.launch.roll import SUSPECT, Roll, as_refusal
+from echelon.launcher import network
+from echelon.launcher.cards import Arrival, Host, Lineup, Terms, Verdict
+from echelon.launcher.line import POLL, Line, StoreGone
+from echelon.launcher.roll import SUSPECT, Roll, as_refusal
 
 #: How long the host that serves the store waits for the others to take leave of it.
 FAREWELL = 10.0

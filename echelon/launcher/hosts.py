@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from echelon.environment import LOG_DIR, PADDLE_HOSTS, TOKEN, TOKEN_FILE
 from echelon.errors import UsageError
-from echelon.launch import network
-from echelon.launch.secret import find_token
+from echelon.launcher import network
+from echelon.launcher.secret import find_token
 
 
 def host_counts(asked: int | str | None) -> tuple[int, int, str | None]:

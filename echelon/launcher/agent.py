@@ -15,17 +15,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from echelon.environment import REQUEUE
-from echelon.launch.cards import Verdict, host_failure
-from echelon.launch.companion import Companion
-from echelon.launch.failure import Failure, first_cause, read_record
-from echelon.launch.guard import Guard, end_sessions
-from echelon.launch.job import Job
-from echelon.launch.line import StoreGone
-from echelon.launch.muster import Muster, RoundEnded
-from echelon.launch.pace import Pace
-from echelon.launch.parting import Marks, let_leave
-from echelon.launch.ranks import RankEnvironment, forget_logs
-from echelon.launch.signals import Notice, signals_held
+from echelon.launcher.cards import Verdict, host_failure
+from echelon.launcher.companion import Companion
+from echelon.launcher.failure import Failure, first_cause, read_record
+from echelon.launcher.guard import Guard, end_sessions
+from echelon.launcher.job import Job
+from echelon.launcher.line import StoreGone
+from echelon.launcher.muster import Muster, RoundEnded
+from echelon.launcher.pace import Pace
+from echelon.launcher.parting import Marks, let_leave
+from echelon.launcher.ranks import RankEnvironment, forget_logs
+from echelon.launcher.signals import Notice, signals_held
+from echelon.record.events import Kind, note_beside
 
 #: Seconds between asking the ranks to end and killing them; those that would save first, which cannot any more.
 GRACE, NO_GRACE = 5, 1
@@ -119,6 +120,7 @@ class HostAgent(LocalElasticAgent):
         self._initialize_workers(self._worker_group)
         if news := self._muster.lineup.news(before, self._host, verdict.failure if verdict else None):
             say(news)
+            self.note("notice", news)
         pids = {rank.global_rank: int(rank.id) for rank in self._worker_group.workers}
         for companion in self._companions:
             companion.begin(self._round, pids)
@@ -220,11 +222,17 @@ class HostAgent(LocalElasticAgent):
 
     # Words
 
+    def note(self, kind: Kind, text: str) -> None:
+        """Among the run's events. One host speaks for all: they may share the directory."""
+        if self._muster.node_rank == 0:
+            note_beside(kind, text)
+
     def _announce(self, verdict: Verdict) -> None:
         if verdict.again and verdict.counted:
             restart = f"restart {self._muster.lineup.restarts + 1} of {self._worker_group.spec.max_restarts}"
             cause = f"{verdict.failure.who} {verdict.failure.how}"
             say(f"restarting all ranks ({restart}) because {cause}")
+            self.note("restart", f"restarting all ranks ({restart}) because {cause}")
 
     def _describe(self, rank: Worker, exit_code: int) -> Failure:
         record = read_record(self._ranks.record_of(rank.global_rank))

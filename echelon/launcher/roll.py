@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from echelon.errors import PeerLost, UsageError
-from echelon.launch.cards import Arrival, Host, Lineup, Terms, agree, append, arrange
-from echelon.launch.line import BEAT, POLL, Line
+from echelon.launcher.cards import Arrival, Host, Lineup, Terms, agree, append, arrange
+from echelon.launcher.line import BEAT, POLL, Line
 
 #: A host that has not been heard of for so many seconds is not counted on. It may still come back.
 SUSPECT = 10 * BEAT

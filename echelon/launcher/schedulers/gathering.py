@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.launch.schedulers.connection import Connection
-from echelon.launch.schedulers.host_list import HostEntry
+from echelon.launcher.schedulers.connection import Connection
+from echelon.launcher.schedulers.host_list import HostEntry
 
 #: What ssh itself exits with when the connection could not be made, or broke.
 SSH_FAILED = 255
