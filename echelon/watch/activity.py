@@ -10,8 +10,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from time import monotonic
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from echelon.timeline.recorder import Recorder
 
 #: What follows when a phase of a step is over; see ``clock.PHASES``.
 _AFTER = {
@@ -36,6 +40,7 @@ class Activity:
     waited: seconds spent in waits
     busy:   seconds of this rank's own work by phase, waits for others left out
     alike:  the ranks whose part of a step is like this one's
+    recorder: notes all of it while steps are recorded for a timeline
     """
 
     def __init__(self) -> None:
@@ -47,9 +52,12 @@ class Activity:
         self.waited = 0.0
         self.busy: dict[str, float] = defaultdict(float)
         self.alike: Sequence[int] = ()
+        self.recorder: Recorder | None = None
         self._lapped, self._waited_then = monotonic(), 0.0
 
     def enter(self, phase: str) -> None:
+        if self.recorder is not None and self.phase == "data":
+            self.recorder.loaded(self.phase_since)
         self.phase, self.phase_since = phase, monotonic()
 
     def lap(self, phase: str) -> None:
@@ -58,10 +66,14 @@ class Activity:
         self.busy[phase] += now - self._lapped - (self.waited - self._waited_then)
         self._lapped, self._waited_then = now, self.waited
         self.phase, self.phase_since = _AFTER[phase], now
+        if self.recorder is not None:
+            self.recorder.lap(phase, now)
 
     def passed(self, phase: str) -> None:
         """The same on a GPU, where the host's time tells nothing of the work."""
         self.phase, self.phase_since = _AFTER[phase], monotonic()
+        if self.recorder is not None:
+            self.recorder.lap(phase, self.phase_since)
 
 
 activity = Activity()
@@ -94,13 +106,16 @@ class waiting:
     ) -> None:
         if not self._inner:
             activity.wait = None
-            activity.waited += monotonic() - self.since
+            now = monotonic()
+            activity.waited += now - self.since
+            if activity.recorder is not None:
+                activity.recorder.waited(self, now)
 
 
 class calling:
     """Around a call of the engine that all ranks make together."""
 
-    __slots__ = ("_before", "_call", "_phase", "_step")
+    __slots__ = ("_before", "_call", "_phase", "_since", "_step")
 
     def __init__(self, call: str, step: int, phase: str) -> None:
         self._call, self._step, self._phase = call, step, phase
@@ -109,13 +124,16 @@ class calling:
         self._before = activity.call, activity.phase
         activity.calls += not activity.call
         activity.call, activity.step = self._call, self._step
-        activity.phase, activity.phase_since = self._phase, monotonic()
+        self._since = monotonic()
+        activity.phase, activity.phase_since = self._phase, self._since
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         activity.call, phase = self._before
         activity.phase, activity.phase_since = phase if activity.call else "user code", monotonic()
+        if activity.recorder is not None:
+            activity.recorder.called(self._call, self._since, activity.phase_since)
 
 
 def span(names: Sequence[str]) -> str:

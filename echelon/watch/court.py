@@ -5,11 +5,12 @@ It sits in the launcher of the first host; under other launchers in rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from echelon.record.events import note_beside
 from echelon.watch.judge import Finding, find_stall
 from echelon.watch.slow import Stragglers
 from echelon.watch.status import Seen, Status
@@ -142,6 +143,15 @@ class Court:
     def _stacks(self, finding: Finding) -> dict[int, str]:
         there = [rank for rank in finding.late if self._store.check([f"stack/{rank}"])]
         return {rank: _cleaned(self._store.get(f"stack/{rank}")) for rank in there}
+
+
+def note_rulings(ruling: Ruling | None, lines: Sequence[str]) -> None:
+    """Write down what was found: by whoever holds court, once."""
+    if ruling is not None:
+        late = ruling.finding.late
+        note_beside("stall", ruling.table, late[0] if len(late) == 1 else None)
+    for line in lines:
+        note_beside("warning", line)
 
 
 def _cleaned(stack: bytes) -> str:

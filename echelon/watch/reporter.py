@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from echelon.environment import LOG_DIR, RESTART_COUNT, STALL, STALL_JUDGE, Place
 from echelon.errors import UsageError
 from echelon.watch.activity import activity, in_short
-from echelon.watch.court import Court, period
+from echelon.watch.court import Court, note_rulings, period
 from echelon.watch.status import Status, Wait, printable
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class Reporter(threading.Thread):
         if self._court is None:
             return
         ruling, lines = self._court.sit(time.monotonic(), {})
+        note_rulings(ruling, lines)
         for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
             store.set(f"table/{int(store.add('tables', 1)) - 1}", text)
 
@@ -178,7 +179,7 @@ def _within(frame: FrameType | None) -> FrameType | None:
 
 
 def _starts_scripts(filename: str) -> bool:
-    return "runpy" in filename or filename.endswith(os.path.join("launch", "worker.py"))
+    return "runpy" in filename or filename.endswith(os.path.join("launcher", "worker.py"))
 
 
 def _cpu_of_children(pid: int) -> float:

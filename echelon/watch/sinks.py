@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.errors import UsageError
+from echelon.record.files import METRICS
+from echelon.record.files import Lines as JsonFile
 from echelon.watch.clock import PHASES
 
 Record = dict[str, Any]
@@ -71,13 +72,13 @@ class JsonLines:
     """metrics.jsonl: one object a record."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = (directory / "metrics.jsonl").open("a", buffering=1)
+        self._lines = JsonFile(directory / METRICS)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._lines.write(record)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class TensorBoard:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from echelon.environment import LOG_DIR
 from echelon.errors import UsageError
-from echelon.watch.clock import make_clock
+from echelon.record.files import surroundings
+from echelon.watch.clock import Seconds, make_clock
 from echelon.watch.foretold import Foretold
 from echelon.watch.late import Late
 from echelon.watch.log import Log
 from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard
 
+if TYPE_CHECKING:
+    from echelon.record.ranks import RankFigures
+
 
 class Watch:
-    """Rank 0's eyes; on the other ranks it only keeps the clock."""
+    """Rank 0's eyes; on the other ranks it keeps the clock and that rank's own figures."""
 
     def __init__(self, log: Log, device: torch.device, rank: int) -> None:
         self.clock = make_clock(device)
@@ -35,6 +39,7 @@ class Watch:
         self._examples: Tensor | float = 0.0
         self._since = time.perf_counter()
         self.directory = _directory(log)
+        self._figures = _figures(self.directory, rank, device)
 
     def say(self, text: str) -> None:
         """A line from rank 0, outside the stream of records."""
@@ -53,16 +58,18 @@ class Watch:
 
     def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float, total: int | None) -> None:
         """Note a finished step; every few of them, write a record."""
+        if self._due is not None or self._figures is not None:
+            self._flush()
+        self._steps += 1
         if not self._speaks:
-            if step % self._every == 0:
-                self.clock.take()  # nobody reads it, and it would grow
+            if step % self._every == 0 or step == total:
+                self._note_own(step, self.clock.take())  # also where nobody reads it: it would grow
+                self._steps = 0
             return
-        self._flush()
         if self._foretold is not None and (came := self._foretold.step()) is not None:
             self._foretold = None
             self.say(came.line)
             self.note({"step": step, **came.record})
-        self._steps += 1
         self._examples = self._examples + examples
         if step % self._every and step != total:
             return
@@ -73,7 +80,8 @@ class Watch:
 
     def _pending(self, record: Record, loss: Tensor) -> Callable[[], Record]:
         """The rest of the record is still on its way through the GPU; it is read at the next step."""
-        late, seconds, steps = Late(loss), self.clock.take(), self._steps
+        late, seconds, steps = Late(loss), functools.cache(self.clock.take()), self._steps
+        self._note_own(record["step"], seconds)
         examples = Late(self._examples) if isinstance(self._examples, Tensor) else None
         count, elapsed = self._examples, time.perf_counter() - self._since
         self._steps, self._examples, self._since = 0, 0.0, time.perf_counter()
@@ -85,7 +93,13 @@ class Watch:
 
         return complete
 
+    def _note_own(self, step: int, seconds: Callable[[], Seconds]) -> None:
+        if self._figures is not None:
+            self._figures.take(step, self._steps, seconds)
+
     def _flush(self) -> None:
+        if self._figures is not None:
+            self._figures.flush()
         if self._due is not None:
             record, self._due = self._due(), None
             for sink in self._open():
@@ -96,10 +110,12 @@ class Watch:
         if self._speaks:
             for sink in self._open():
                 if isinstance(sink, JsonLines | TensorBoard):
-                    sink.write(record)
+                    sink.write({"time": time.time(), **record})
 
     def close(self) -> None:
         self._flush()
+        if self._figures is not None:
+            self._figures.close()
         for sink in self._sinks or []:
             sink.close()
         self._sinks = None
@@ -118,17 +134,22 @@ class Watch:
 
 
 def _directory(log: Log) -> Path | None:
-    name = log.dir or os.environ.get(LOG_DIR)
-    if name is None:
+    path = Path(log.dir) if log.dir else surroundings()
+    if path is None:
         if log.tensorboard:
             raise UsageError("Log(tensorboard=True) needs a place to write: give Log(dir=...), or use 'echelon run'")
         return None
-    path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the log directory '{path}' cannot be made: {error.strerror}; choose another") from None
     return path
+
+
+def _figures(directory: Path | None, rank: int, device: torch.device) -> RankFigures | None:
+    from echelon.record.ranks import RankFigures  # it reads what this room keeps, so it comes after it
+
+    return RankFigures(directory, rank, device) if directory is not None else None
 
 
 def _terminal() -> bool:
