@@ -1,0 +1,43 @@
+"""From the ranks' files to one trace and one summary."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.timeline import files
+from echelon.timeline.files import RankFile
+from echelon.timeline.summary import Summary, flops_told, summarize
+from echelon.timeline.trace import trace_of
+
+
+def merge(folder: Path, *, keep: bool = True) -> Summary:
+    """Read the ranks' files; ``keep``: write the trace and the summary beside them."""
+    ranks = on_one_clock(files.read(folder))
+    figures = summarize(ranks, flops_told(folder.parent))
+    if keep:
+        trace = json.dumps(trace_of(ranks)).encode()
+        files.write(folder, files.TRACE, gzip.compress(trace, compresslevel=3, mtime=0))
+        files.write(folder, files.SUMMARY, json.dumps(figures, indent=1).encode())
+    there = folder / files.TRACE
+    return Summary(figures, there if there.exists() else None)
+
+
+def on_one_clock(ranks: Sequence[RankFile]) -> list[RankFile]:
+    """Ranks that could not compare their clocks, on different hosts, have the time of day in common."""
+    if not ranks:
+        return []
+    first = ranks[0]
+    return [first, *(_shifted(ranked, first) for ranked in ranks[1:])]
+
+
+def _shifted(ranked: RankFile, first: RankFile) -> RankFile:
+    walls = ranked.about.get("wall"), first.about.get("wall")
+    same_host = ranked.about.get("host") == first.about.get("host")
+    if ranked.about.get("clock_error") is not None or same_host or not all(isinstance(w, float) for w in walls):
+        return ranked
+    shift = float(walls[0]) - float(walls[1])  # type: ignore[arg-type]
+    return replace(ranked, spans=[span.moved(lambda at: at + shift) for span in ranked.spans])

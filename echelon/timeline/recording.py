@@ -1,0 +1,248 @@
+"""Recording: some steps of an engine's run, on all ranks alike, into one timeline.
+
+Before and after, ranks meet to compare their clocks. What they have noted is sent to rank 0 over the job's own
+connections, since hosts need not share a disk; rank 0 writes the files. Workers that speak to parameter servers alone
+have nobody to meet: each writes its own file, and whoever reads them puts them together.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from echelon.environment import TIMELINE
+from echelon.errors import EchelonError, UsageError
+from echelon.parallel.precision import DTYPES
+from echelon.timeline import files
+from echelon.timeline.about import about, processes
+from echelon.timeline.device import DeviceTrace, device_spans
+from echelon.timeline.flops import Seen, countable
+from echelon.timeline.merge import merge
+from echelon.timeline.oneclock import Offset, OneClock, measure
+from echelon.timeline.recorder import Recorder
+from echelon.timeline.span import Span
+from echelon.timeline.steps import AFTER_WARM_UP, Steps, parse_steps
+from echelon.timeline.taps import Taps, spans_of
+from echelon.watch.activity import activity, waiting
+
+if TYPE_CHECKING:
+    from echelon.engine import Engine
+    from echelon.watch.log import Log
+
+
+#: Bytes of all ranks' files beyond which rank 0 does not put them together at once: the others wait meanwhile.
+LARGE = 32_000_000
+
+
+def asked_for(log: Log, directory: Path | None) -> Recording | None:
+    """The recording that this run was asked for, by ``echelon run --timeline`` or by ``Log(timeline=...)``."""
+    text = os.environ.get(TIMELINE) or (AFTER_WARM_UP if log.timeline is True else log.timeline)
+    if not text:
+        return None
+    if directory is None:
+        raise UsageError("Log(timeline=...) needs a place to write: give Log(dir=...), or use 'echelon run'")
+    return Recording(text, "--timeline" if TIMELINE in os.environ else "Log(timeline=...)", directory / files.FOLDER)
+
+
+class _UnderWay(NamedTuple):
+    recorder: Recorder
+    taps: Taps
+    device: DeviceTrace | None
+    seen: Seen | None
+    before: Offset
+
+
+class Recording:
+    """``after(engine)`` every step, until it is ``over``.
+
+    asked:    the steps in words, see ``steps``
+    asked_by: what the user wrote them after
+    folder:   where the files go
+    """
+
+    def __init__(self, asked: str, asked_by: str, folder: Path) -> None:
+        self._asked, self._asked_by, self._folder = asked, asked_by, folder
+        self._steps: Steps | None = None
+        self._under_way: _UnderWay | None = None
+        self._flops: float | None = None
+        self.over = False
+        parse_steps(asked, asked_by, 0)
+
+    def begin(self, engine: Engine) -> None:
+        """Before the first step, which can be recorded only when it was asked for by its number."""
+        if engine.trial is not None:
+            self.over = True
+        elif parse_steps(self._asked, self._asked_by, 0).first == 1:
+            self.start(engine)
+
+    def start(self, engine: Engine) -> None:
+        """Now, with the next step. All ranks call it together."""
+        self._steps = self._steps or parse_steps(self._asked, self._asked_by, engine.steps)
+        if activity.recorder is not None:
+            self.over = True
+            engine.say(f"{self._asked_by}: another timeline is being recorded; this one is left out")
+        else:
+            self._start(engine)
+
+    def after(self, engine: Engine, total: int | None = None) -> Recording | None:
+        """After each step; ``total`` is the run's last. ``None`` when there is nothing more to do."""
+        if not self.over:
+            self._after(engine, total)
+        return None if self.over else self
+
+    def _after(self, engine: Engine, total: int | None) -> None:
+        if self._steps is None:
+            self._steps = parse_steps(self._asked, self._asked_by, engine.steps - 1)
+        if self._under_way is not None and self._under_way.recorder.step != engine.steps + 1:
+            self._drop()  # the run has gone on from a checkpoint meanwhile
+        if self._under_way is not None:
+            if engine.steps >= self._steps.last or engine.steps == total:
+                self._finish(engine)
+        elif engine.steps >= self._steps.last:
+            self.over = True
+            past = f"{self._steps} lie before step {engine.steps}, where this run has begun"
+            engine.say(f"{self._asked_by}: {past}; nothing is recorded")
+        elif engine.steps + 1 >= self._steps.first:
+            self.start(engine)
+
+    def close(self, engine: Engine) -> None:
+        """The run ends. Others may be gone: what is left unfinished is written without them."""
+        if self.over:
+            return
+        self.over = True
+        if self._under_way is None:
+            if engine.steps and self._steps is not None:
+                engine.say(f"{self._asked_by}: the run ended after step {engine.steps}, before {self._steps} began")
+            return
+        spans, clock = self._stop(engine, whole=False)
+        if not spans:
+            return
+        self._write(engine, about(engine, clock, spans), spans)
+        engine.say(f"timeline: the run ended in {self._steps}; 'echelon timeline {self._folder.parent}' shows it")
+
+    # ---- begin and end ----
+
+    def _start(self, engine: Engine) -> None:
+        device = None
+        if engine.world.device.type == "cuda":
+            device = DeviceTrace()
+            try:
+                device.start()
+            except RuntimeError as error:  # somebody else's profiler is running
+                device = None
+                engine.say(f"timeline: no spans of the GPU ({str(error).splitlines()[0]})")
+        if engine.worker == 0:
+            files.forget(self._folder, beyond=processes(engine))
+        control = engine.world.control
+        with waiting("timeline: clocks", "", control):
+            before = measure(control)
+            if control is not None:
+                dist.barrier(control)  # so that nobody's first step begins with waiting for the others' clocks
+        seen = Seen(engine.model) if countable(engine) else None
+        recorder = Recorder(engine.steps + 1)
+        taps = Taps(recorder)
+        if control is not None:
+            taps.open()
+        self._under_way = _UnderWay(recorder, taps, device, seen, before)
+        activity.recorder = recorder
+
+    def _drop(self) -> None:
+        assert self._under_way is not None
+        activity.recorder = None
+        self._under_way.taps.close()
+        if self._under_way.device is not None:
+            self._under_way.device.stop()
+        if self._under_way.seen is not None:
+            self._under_way.seen.close()
+        self._under_way = None
+
+    def _stop(self, engine: Engine, *, whole: bool) -> tuple[list[Span], OneClock]:
+        """What this rank has recorded, on rank 0's clock; ``whole``: all ranks have come to the end together."""
+        assert self._under_way is not None
+        recorder, taps, device, seen, before = self._under_way
+        activity.recorder, self._under_way = None, None
+        taps.close()
+        events = device.stop() if device is not None else []
+        after = before
+        if whole and engine.world.control is not None:
+            with waiting("timeline: clocks", "", engine.world.control):
+                after = measure(engine.world.control)
+        self._flops = _flops(engine, seen) if whole else None
+        clock = OneClock(before, after)
+        spans = [*recorder.spans, *spans_of(taps.messages)]
+        spans += device_spans(events, spans, taps.messages)
+        return [span.moved(clock) for span in spans if span.step < recorder.step], clock
+
+    def _finish(self, engine: Engine) -> None:
+        self.over = True
+        spans, clock = self._stop(engine, whole=True)
+        told = about(engine, clock, spans) | {"flops": self._flops}
+        try:
+            self._gather(engine, told, spans)
+        except EchelonError as error:  # a full disk, say: no reason to end the training
+            engine.say(f"timeline: {error}")
+
+    def _gather(self, engine: Engine, told: dict[str, Any], spans: list[Span]) -> None:
+        control = engine.world.control
+        if control is None:
+            self._write(engine, told, spans)
+        elif dist.get_rank(control) > 0:
+            _send(files.lines_of(told, spans).encode(), control)
+            return
+        else:
+            received = _receive(control)
+            self._write(engine, told, spans)
+            for rank, content in received.items():
+                files.write(self._folder, files.rank_file_name(rank), content)
+        if engine.worker == 0:
+            self._tell(engine)
+
+    def _write(self, engine: Engine, told: dict[str, Any], spans: list[Span]) -> None:
+        content = files.lines_of(told, spans).encode()
+        files.write(self._folder, files.rank_file_name(engine.worker), content)
+
+    def _tell(self, engine: Engine) -> None:
+        if processes(engine) > 1 and engine.world.control is None:
+            engine.say(f"timeline: 'echelon timeline {self._folder.parent}' shows all workers when they are done")
+            return
+        if sum(file.stat().st_size for file in self._folder.glob("rank-*.jsonl")) > LARGE:
+            engine.say(f"timeline: recorded; 'echelon timeline {self._folder.parent}' puts all ranks together")
+            return
+        for line in merge(self._folder).lines():
+            engine.say(line)
+
+
+# ---- how rank 0 gets it ----
+
+
+def _flops(engine: Engine, seen: Seen | None) -> float | None:
+    """Of a step on this rank."""
+    if seen is None:
+        return None
+    amp = DTYPES[engine.plan.amp.dtype] if engine.plan.amp is not None else None
+    found = seen.flops(amp, engine.world.device)
+    return None if found is None else found * engine.plan.gradient_merge
+
+
+def _send(content: bytes, control: dist.ProcessGroup) -> None:
+    first = dist.get_global_rank(control, 0)
+    with waiting("timeline: gather", "", control):
+        dist.send(torch.tensor([len(content)]), first, group=control)
+        dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), first, group=control)
+
+
+def _receive(control: dist.ProcessGroup) -> dict[int, bytes]:
+    """By rank, what the others send, one after the other."""
+    found = {}
+    for place in range(1, dist.get_world_size(control)):
+        rank, size = dist.get_global_rank(control, place), torch.zeros(1, dtype=torch.int64)
+        with waiting("timeline: gather", "", str(rank)):
+            dist.recv(size, rank, group=control)
+            content = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(content, rank, group=control)
+        found[rank] = content.numpy().tobytes()
+    return found
