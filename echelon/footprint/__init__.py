@@ -1,0 +1,6 @@
+"""``echelon memory``: what a training step holds, module by module and kind by kind, without running it."""
+
+from echelon.footprint.footprint import Job, find_footprint
+from echelon.record.facts import Footprint
+
+__all__ = ["Footprint", "Job", "find_footprint"]
