@@ -1,0 +1,32 @@
+"""Bars made of parts, in percents of a picture's width."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One part of a bar: where it begins and how wide it is, in percent."""
+
+    name: str
+    value: float
+    left: float
+    width: float
+
+    @property
+    def kind(self) -> str:
+        """As a CSS class."""
+        return self.name.replace(" ", "-")
+
+
+def stacked(parts: Sequence[tuple[str, float]], whole: float | None = None) -> list[Bar]:
+    """Parts one after another; all of them are ``whole``, or the picture's width."""
+    whole = whole or sum(value for _, value in parts) or 1.0
+    ends = itertools.accumulate((value for _, value in parts), initial=0.0)
+    return [
+        Bar(name, value, 100 * begin / whole, 100 * value / whole)
+        for (name, value), begin in zip(parts, ends, strict=False)
+    ]

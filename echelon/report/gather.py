@@ -1,0 +1,110 @@
+"""All that a run's directory tells, read once: what the run has written down, and its timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError
+from echelon.record.parse import JSON, LARGEST, json_file
+from echelon.record.read import Run, read
+from echelon.timeline import files
+from echelon.timeline.merge import merge
+from echelon.timeline.span import DEVICE, KINDS, Span, span_of
+
+#: Seconds between two kernels of one phase that are still drawn as one.
+TOGETHER = 50e-6
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """spans: of each rank, kernels of one phase drawn together; summary: what ``echelon timeline`` makes of them"""
+
+    run: Run
+    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    summary: JSON = field(default_factory=dict)
+
+
+def gather(directory: Path) -> Gathered:
+    run = read(directory)
+    try:
+        folder = files.find(directory)
+    except EchelonError:
+        return Gathered(run)
+    return Gathered(run, _spans(folder), _summary(folder))
+
+
+def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes when something was written: names, sizes and times of all files that are read."""
+    found = []
+    for path in [*directory.glob("*.json*"), *(directory / files.FOLDER).glob("**/*.json*")]:
+        try:
+            seen = path.stat()
+        except OSError:  # renamed or removed in this very moment
+            continue
+        found.append((str(path), seen.st_size, seen.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+def _summary(folder: Path) -> JSON:
+    found = json_file(folder / files.SUMMARY)
+    if found is None:
+        with contextlib.suppress(EchelonError):
+            found = merge(folder, keep=False).figures
+    return found or {}
+
+
+def _spans(folder: Path) -> dict[int, tuple[Span, ...]]:
+    names = ((re.fullmatch(r"rank-(\d{1,7})\.jsonl", path.name), path) for path in folder.glob("rank-*.jsonl"))
+    found = sorted((int(match[1]), path) for match, path in names if match is not None)
+    return {rank: spans for rank, path in found if (spans := tuple(_joined(_of_rank(path))))}
+
+
+def _of_rank(path: Path) -> Iterator[Span]:
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        for line in lines:
+            if (span := span_of(_json(line))) is not None and _sane(span):
+                yield span
+
+
+def _sane(span: Span) -> bool:
+    return -LARGEST < span.begin <= span.end < LARGEST and not (span.bytes or 0) >= LARGEST
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _joined(spans: Iterator[Span]) -> Iterator[Span]:
+    """Kernels by the thousand as a few stretches of the phase that launched them; the rest as it is."""
+    held: Span | None = None
+    for span in spans:
+        if span.kind != "kernel":
+            yield span
+            continue
+        kind = _launched_in(span)
+        if held is not None and (held.kind, held.step) == (kind, span.step) and span.begin - held.end <= TOGETHER:
+            held = _kernels(kind, held.begin, max(held.end, span.end), span.step)
+            continue
+        if held is not None:
+            yield held
+        held = _kernels(kind, span.begin, span.end, span.step)
+    if held is not None:
+        yield held
+
+
+def _launched_in(kernel: Span) -> str:
+    phase = kernel.more.get("in")
+    return phase if phase in KINDS else "other"
+
+
+def _kernels(kind: str, begin: float, end: float, step: int) -> Span:
+    return Span("kernels", kind, DEVICE, begin, end, step)

@@ -1,0 +1,139 @@
+"""Memory: what every rank held at most, what it was made of, what was expected, and what would save some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon import amounts
+from echelon.pages.bars import Bar, stacked
+from echelon.record.facts import Footprint, ModuleBytes
+from echelon.record.read import Run
+from echelon.report.sections.table import Table
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
+#: Bars and modules that are shown.
+MOST_BARS, MOST_MODULES = 64, 40
+
+
+@dataclass(frozen=True)
+class Held:
+    """A device's memory as a bar; ``limit``: where its line goes."""
+
+    name: str
+    words: str
+    bars: list[Bar]
+    limit: float | None
+    over: bool
+
+
+@dataclass(frozen=True)
+class Bars:
+    title: str
+    held: list[Held]
+    kinds: list[str]
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Holding:
+    bars: list[Bars]
+    moment: str
+    modules: Table | None
+    savings: Table | None
+
+
+def holding(run: Run) -> Holding | None:
+    footprint = run.memory
+    bars = [each for each in (_footprint(footprint), _peaks(run), _predicted(run)) if each is not None]
+    modules, savings = _modules(footprint), _savings(footprint)
+    if not bars and modules is None:
+        return None
+    return Holding(bars, _moment(footprint), modules, savings)
+
+
+def _moment(footprint: Footprint | None) -> str:
+    if footprint is None or not footprint.peak:
+        return ""
+    how = "measured" if footprint.measured else "reckoned"
+    when = f", in the {footprint.moment}" if footprint.moment else ""
+    return f"The peak of rank 0 is {amounts.size(footprint.peak)}{when} ({how})."
+
+
+def _footprint(footprint: Footprint | None) -> Bars | None:
+    if footprint is None or not any(footprint.kinds.values()):
+        return None
+    kinds = {name: float(value) for name, value in footprint.kinds.items() if value > 0}
+    return _bars("What the peak is made of", [("rank 0", kinds, 0.0)])
+
+
+def _peaks(run: Run) -> Bars | None:
+    limits = {each.rank: float(each.memory or 0) for each in run.facts.ranks} if run.facts else {}
+    peaks = {rank: float(max((each.peak or 0 for each in steps), default=0)) for rank, steps in run.ranks.items()}
+    there = [(f"rank {rank}", {"held": peak}, limits.get(rank, 0.0)) for rank, peak in peaks.items() if peak]
+    on_cpu = run.facts is not None and run.facts.world.device == "cpu"
+    return _bars(f"Most that each {'process' if on_cpu else 'device'} held", there) if there else None
+
+
+def _predicted(run: Run) -> Bars | None:
+    predicted = run.facts.predicted.memory if run.facts and run.facts.predicted else ()
+    several = len(predicted) > 1
+    there = []
+    for place, each in enumerate(predicted):
+        kinds = {name: value for name, value in each.items() if name != "limit" and value > 0}
+        there.append((f"place {place}" if several else "each", kinds, each.get("limit", 0.0)))
+    where = ", by place along the stage axis" if several else ""
+    return _bars(f"As predicted{where}", there) if any(kinds for _, kinds, _ in there) else None
+
+
+def _bars(title: str, there: Sequence[tuple[str, Mapping[str, float], float]]) -> Bars:
+    """To one scale, on which the fullest has room; a limit that is far away is only said."""
+    fullest = max(sum(kinds.values()) for _, kinds, _ in there)
+    near = [limit for _, _, limit in there if 0 < limit <= 4 * fullest]
+    widest = 1.02 * max([fullest, *near])
+    held = []
+    for name, kinds, limit in there[:MOST_BARS]:
+        total = sum(kinds.values())
+        words = f"{amounts.size(total)} of {amounts.size(limit)}" if limit else amounts.size(total)
+        line = 100 * limit / widest if 0 < limit <= widest else None
+        held.append(Held(name, words, stacked(_ordered(kinds), widest), line, bool(limit) and total > limit))
+    names = dict.fromkeys(name for _, kinds, _ in there for name, _ in _ordered(kinds))
+    return Bars(title, held, list(names), len(there) - len(held))
+
+
+def _ordered(kinds: Mapping[str, float]) -> list[tuple[str, float]]:
+    known = [(name, kinds[name]) for name in KINDS if name in kinds]
+    return known + [(name, value) for name, value in kinds.items() if name not in KINDS]
+
+
+def _modules(footprint: Footprint | None) -> Table | None:
+    if footprint is None or not footprint.modules:
+        return None
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    ordered = sorted(footprint.modules, key=lambda module: (-_total(module), module.name))[:MOST_MODULES]
+    unit, scale = amounts.unit_for(_total(ordered[0]))
+    rows = [
+        (
+            module.name or "(the model itself)",
+            *(amounts.amount(getattr(module, kind), scale) for kind in kinds),
+            amounts.amount(_total(module), scale),
+        )
+        for module in ordered
+    ]
+    left = len(footprint.modules) - len(ordered)
+    caption = f"Modules by what they hold, {unit}{f'; {left} smaller ones are left out' if left else ''}"
+    return Table(caption, ("module", *kinds, "in all"), rows, tuple(range(1, 7)))
+
+
+def _total(module: ModuleBytes) -> int:
+    return module.parameters + module.gradients + module.optimizer + module.activations + module.buffers
+
+
+def _savings(footprint: Footprint | None) -> Table | None:
+    if footprint is None or not footprint.savings:
+        return None
+    rows = [
+        (each.what, amounts.size(each.bytes), amounts.percent(each.bytes / footprint.peak) if footprint.peak else "")
+        for each in sorted(footprint.savings, key=lambda each: -each.bytes)
+    ]
+    return Table("What would lower the peak", ("means", "lower by", "of the peak"), rows, (1, 2))
