@@ -1,0 +1,7 @@
+"""``echelon verify``: the script's own plan against one process, step by step, and where they part.
+
+The command runs the script twice. In the first run (``Recorder``) the ranks train as they always do and write down
+their batches, losses, whole gradients and whole weights. In the second (``Replayer``) one process is given the weights
+they began with and, in each step, their batches put together; it measures how far it comes out elsewhere. Both stop
+after some steps, inside ``engine.step()``.
+"""

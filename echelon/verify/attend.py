@@ -1,0 +1,35 @@
+"""Which witness a process has, and what cannot be verified at all."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from echelon.nn import SparseEmbedding
+from echelon.strategy import Strategy
+from echelon.verify.question import Question, find_question
+from echelon.verify.recorder import Recorder
+from echelon.verify.replayer import Replayer
+from echelon.verify.stillness import still
+from echelon.verify.wide import widen
+from echelon.verify.witness import Witness
+
+_begun: list[Question] = []
+
+
+def find_witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
+    """For the model that the script distributes, which is made to sit still for it."""
+    question = find_question()
+    if question is None:
+        return None
+    if _begun:
+        question.refuse("the script calls distribute() more than once, and verify follows one model; verify them apart")
+    if (strategy and strategy.ps) or any(isinstance(module, SparseEmbedding) for module in model.modules()):
+        question.refuse(
+            "parameter servers are not verified: mode 'sync' equals one process, and others depend on who comes first; "
+            "verify the model without them"
+        )
+    _begun.append(question)
+    silenced = still(model)
+    if question.wide:
+        widen(model)
+    return Recorder(question, silenced) if question.role == "plan" else Replayer(question)

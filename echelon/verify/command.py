@@ -1,0 +1,196 @@
+"""``echelon verify``: the script on N processes, the script in one, and what the two have to say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from echelon.environment import LOG_DIR, PLAN, RECORD_DIR
+from echelon.errors import UsageError
+from echelon.launcher.job import Job
+from echelon.verify.judge import Verdict, judge, reconsidered
+from echelon.verify.question import Question
+from echelon.verify.show import as_json, put_out
+from echelon.verify.wide import TOLERANCE
+from echelon.zoo.train.launcher import run_command
+
+#: Of one process: what tells a process that it is part of a job, or where its files are.
+_OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+class Stopped(Exception):
+    """By a signal, which has been told already."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command, as it was written. words: options of ``echelon run``"""
+
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    steps: int
+    tolerance: float | None
+    words: tuple[str, ...]
+
+
+def verify_words(asked: Asked, json: bool) -> int:
+    """0 when both come to the same, or to what the strategy lets expect; 1 when they differ."""
+    _check(asked)
+    room = tempfile.mkdtemp(prefix="echelon-verify-")
+    asked = _of_the_zoo(asked, room)
+    keep = False
+    try:
+        verdict = _compared(asked, Question(room, "plan", asked.steps))
+        if verdict.status == "differs" and verdict.parting and verdict.parting.step > 1:
+            verdict = _reconsidered(asked, room, verdict)
+    except (SignalException, Stopped) as stop:
+        return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
+    except _Failed:
+        keep = any(Path(room, "log").glob("*.log"))  # the launcher has said where the log of the failed rank is
+        raise
+    finally:
+        _clear(room, keep)
+    print(as_json(verdict)) if json else put_out(verdict)
+    return 1 if verdict.status == "differs" else 0
+
+
+def _compared(asked: Asked, question: Question) -> Verdict:
+    _run_ranks(asked, _job(asked, question.directory), question)
+    _run_alone(asked, replace(question, role="reference"))
+    plan, reference = question.answered("plan"), question.answered("reference")
+    assert plan is not None
+    assert reference is not None
+    return judge(plan, reference, TOLERANCE if question.wide else asked.tolerance)
+
+
+def _reconsidered(asked: Asked, room: str, verdict: Verdict) -> Verdict:
+    """Runs that part after a first step that is the same may do so by rounding, which some models and optimizers make
+    grow. In 64 bits that is far away; a fault is not. A script that does not run in 64 bits is judged as it is."""
+    _say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
+    wide = Path(room, "wide")
+    wide.mkdir()
+    with contextlib.suppress(UsageError):
+        return reconsidered(verdict, _compared(asked, Question(str(wide), "plan", asked.steps, wide=True)))
+    return verdict
+
+
+def _clear(room: str, keep_logs: bool) -> None:
+    if not keep_logs:
+        shutil.rmtree(room, ignore_errors=True)
+        return
+    for path in Path(room).iterdir():
+        if path.is_file():
+            path.unlink()
+
+
+class _Failed(UsageError):
+    """The script did not come through."""
+
+
+def _of_the_zoo(asked: Asked, room: str) -> Asked:
+    """``echelon verify train -- WORDS`` is what ``echelon train WORDS`` runs, writing nowhere that stays."""
+    if asked.script != "train" or asked.module or Path(asked.script).exists():
+        return asked
+    words = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
+    given = any(word.partition("=")[0] == "--output_dir" for word in words)
+    out = () if given else ("--output_dir", str(Path(room, "train")))
+    return replace(asked, script="echelon.zoo.train.run", args=(*words, *out), module=True)
+
+
+def _check(asked: Asked) -> None:
+    if asked.steps < 1:
+        raise UsageError(f"--steps {asked.steps} compares nothing; give 1 or more")
+    if asked.tolerance is not None and not asked.tolerance > 0:
+        raise UsageError(
+            f"--tolerance {asked.tolerance:g} allows no rounding at all; give a number above 0, such as 1e-5"
+        )
+
+
+def _job(asked: Asked, room: str) -> Job:
+    from echelon.cli import checked_job
+
+    logs = ["--log-dir", str(Path(room, "log")), "--max-restarts", "0"]
+    words = [*asked.words, *logs, *(["-m"] if asked.module else []), asked.script, *asked.args]
+    with run_command().make_context("echelon verify", words) as context:
+        return checked_job(**context.params)
+
+
+def _run_ranks(asked: Asked, job: Job, question: Question) -> None:
+    from echelon.launcher.run import launch
+
+    _say(f"1 of 2: {asked.script} on {job.procs} processes, {asked.steps} steps")
+    os.environ |= question.ask()
+    with _to_stderr():
+        code = launch(job)
+    check_answer(asked, question, code, f"on {job.procs} processes")
+
+
+def _run_alone(asked: Asked, question: Question) -> None:
+    _say(f"2 of 2: {asked.script} in one process, given their batches together")
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
+    words = ["-m", asked.script] if asked.module else [asked.script]
+    args = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
+    # to stderr: what the script itself prints is no part of the table, or of the JSON
+    ended = subprocess.run([sys.executable, *words, *args], env=environment, stdout=2, check=False)
+    check_answer(asked, question, ended.returncode, "in one process")
+
+
+def check_answer(asked: Asked, question: Question, code: int, where: str) -> None:
+    """One line for a run that has left no answer."""
+    if (refused := question.noted("refused")) is not None:
+        raise UsageError(f"verify {asked.script}: {refused}")
+    if code >= 128:
+        raise Stopped(code)
+    if question.answered(question.role) is not None and code == 0:
+        return
+    if code:
+        raise _Failed(f"verify: '{asked.script}' failed {where}; what it said is above")
+    taken = int(question.noted("steps") or 0)
+    if not question.noted("begun"):
+        raise UsageError(
+            f"verify: '{asked.script}' never called echelon.distribute(), so that there is nothing to compare"
+        )
+    if not taken:
+        raise UsageError(f"verify: '{asked.script}' ended without engine.step(); let it train, or give it more data")
+    steps = f"{taken} steps" if taken > 1 else "1 step"
+    raise UsageError(
+        f"verify: '{asked.script}' took {steps} {where}, and {asked.steps} were asked for; give --steps {taken}, or it "
+        "more data"
+    )
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    """What the ranks print."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def launcher_words(procs: int | None, gpus: str | None, planned: str | None) -> Sequence[str]:
+    """Options of ``echelon run``; two processes where nobody says how many, and there are no more GPUs."""
+    import torch
+
+    if procs is None and gpus is None and planned is None:
+        procs = max(2, torch.cuda.device_count())
+    given = {"--procs": procs, "--gpus": gpus, "--plan": planned}
+    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+
+
+def _say(line: str) -> None:
+    print(f"echelon: {line}", file=sys.stderr, flush=True)

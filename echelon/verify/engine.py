@@ -1,0 +1,124 @@
+"""An engine with a witness: it trains as ever, and is asked what it has before and after every update."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.engine import Engine
+from echelon.parallel.layout import Part
+from echelon.parallel.tally import StagedTally, Tally
+from echelon.parallel.whole import put_together, whole_state
+from echelon.verify.batches import Pieces
+from echelon.verify.wide import widened
+from echelon.verify.witness import Witness
+
+if TYPE_CHECKING:
+    from echelon.parallel.pipeline.train import MicroBatches, Staged
+
+
+class Witnessed(Engine):
+    """What the witness may ask, and where it comes in."""
+
+    witness: Witness
+
+    # ---- where the witness comes in ----
+
+    def step(self, *batch: Any, samples: float | None = None, **named: Any) -> Tensor:
+        if self.witness.question.wide:
+            batch, named = widened(batch), widened(named)
+        return super().step(*batch, samples=samples, **named)
+
+    def _step(self, inputs: Any, count: float) -> Tally:
+        inputs, count = self.witness.batch(self, inputs, count)
+        tally = super()._step(inputs, count)
+        self.witness.loss(self, tally.loss, count)
+        return tally
+
+    def _staged_step(self, inputs: Any, count: float, staged: Staged | MicroBatches) -> StagedTally:
+        inputs, count = self.witness.batch(self, inputs, count)
+        with self.witness.listening():
+            tally = super()._staged_step(inputs, count, staged)
+        self.witness.loss(self, tally.loss, count)
+        return tally
+
+    def _loss(self, inputs: Any) -> Tensor:
+        with self.witness.listening():
+            return self.forward(inputs)
+
+    def forward(self, inputs: Any) -> Tensor:
+        """The loss of a batch, or of pieces in place of one."""
+        if not isinstance(inputs, Pieces):
+            return super()._loss(inputs)
+        losses = [super(Witnessed, self)._loss(piece.batch) * piece.weight for piece in inputs.pieces]
+        return torch.stack(losses).sum()
+
+    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        if self.witness.gradients(self):
+            super()._update_weights(optimizers)
+
+    def _rate_factor(self, step: int) -> float:
+        return self.witness.rate(step, super()._rate_factor(step))
+
+    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally | StagedTally) -> None:
+        super()._apply(optimizers, tally)
+        self.witness.applied(self)
+
+    # ---- what it leaves undone ----
+
+    def backward(self, loss: Tensor) -> None:
+        self.witness.question.refuse(
+            "a loop of its own (backward and update) cannot be given the batches of all ranks; verify follows "
+            "engine.step(batch)"
+        )
+
+    def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
+        """Nothing: the script's files are not touched."""
+        return Path(directory or os.devnull)
+
+    # ---- what it is asked ----
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its batch."""
+        return self._speaks
+
+    @property
+    def replica(self) -> int:
+        return self._grid.index(*self.plan.data_axes)
+
+    @property
+    def counts_outputs(self) -> bool:
+        """Whether no other rank computes the same for the same samples."""
+        return self.plan.spread or self._grid.at["split"] == 0
+
+    @property
+    def steps_alone(self) -> bool:
+        return self._local is not None
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """By name, whole, in host memory, as they are about to be applied. All ranks call it."""
+        held = self._assembled().holdings
+        found = {name: value.grad for name, value in held.parameters.items() if value.grad is not None}
+        dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
+        mine: dict[str, Tensor | Part] = {name: held.part(name, grad.detach()) for name, grad in dense.items()}
+        return put_together(mine, held.speaks, self.world.control if self._holds_parts else None)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers, as ``whole_state`` has them."""
+        held = self._assembled().holdings
+        with self._explained(), self._as_one_model():
+            return whole_state(held, self.world.control, self._holds_parts)
+
+    @property
+    def _holds_parts(self) -> bool:
+        return self.plan.in_parts or self.plan.shard is not None

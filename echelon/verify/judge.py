@@ -1,0 +1,215 @@
+"""From what the two runs have left to a verdict. Pure: a function of their answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from echelon.verify.expected import LOOSER, TOLERANCE, Expected
+from echelon.verify.measure import Difference, relative
+from echelon.verify.outputs import output_difference
+
+What = Literal["outputs", "loss", "gradients", "weights"]
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Of all parameters, the one that is furthest apart."""
+
+    name: str
+    absolute: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step. gradient: None where an overflow has skipped it"""
+
+    step: int
+    loss: float
+    reference: float
+    difference: float
+    gradient: Largest | None
+    weight: Largest | None
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where the runs part first. where: a module or a parameter, "" for the loss; kind: the module's class"""
+
+    step: int
+    what: What
+    where: str
+    kind: str
+    difference: float
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Relative differences that still count as the same."""
+
+    outputs: float
+    loss: float
+    gradients: float
+    weights: float
+
+    @property
+    def first_loss(self) -> float:
+        """No update has touched it, whatever becomes of updates."""
+        return min(self.outputs, self.loss)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """status: "same", "expected" (not the same, and the strategy explains it) or "differs"
+    compared: how many of how many modules put out something that adds up over ranks, and was compared
+    passes:   in how many one process took a global batch, and why
+    wide:     the steps once more in 64 bits, where the runs parted in 32 and are the same there
+    """
+
+    status: Literal["same", "expected", "differs"]
+    rows: tuple[Row, ...]
+    parting: Parting | None
+    expected: tuple[Expected, ...]
+    ranks: int
+    mesh: Mapping[str, int]
+    tolerance: float
+    compared: tuple[int, int]
+    unrest: float
+    silenced: tuple[str, ...]
+    rounding: tuple[str, ...]
+    options: str
+    passes: int
+    why: str
+    wide: tuple[Row, ...] = ()
+
+
+def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
+    """``plan`` and ``reference``: answers of the recorder and the replayer. A tolerance that is given holds for all,
+    whatever the strategy explains."""
+    reasons = tuple(Expected(**one) for one in plan["expected"])
+    base = tolerance if tolerance is not None else TOLERANCE
+    exact = Limits(base, base, LOOSER * base, LOOSER * base)
+    case = _Case(plan, reference)
+    parting = case.parting(exact)
+    status: Literal["same", "expected", "differs"] = "same" if parting is None else "differs"
+    if parting is not None and tolerance is None and reasons:
+        beyond = case.parting(_widened(exact, reasons))
+        status, parting = ("expected", parting) if beyond is None else ("differs", beyond)
+    return Verdict(
+        status=status,
+        rows=tuple(case.rows()),
+        parting=parting,
+        expected=reasons,
+        ranks=plan["ranks"],
+        mesh=plan["mesh"],
+        tolerance=base,
+        compared=(len(case.outputs), len(reference["outputs"])),
+        unrest=reference["unrest"],
+        silenced=tuple(plan["silenced"]),
+        rounding=tuple(reference["rounding"]),
+        options=reference["options"],
+        passes=reference["passes"],
+        why=_why(plan),
+    )
+
+
+def _why(plan: Mapping[str, Any]) -> str:
+    if plan["apart"]:
+        return "reduction.op='sum' adds up the replicas' means"
+    if plan["micro"] > 1:
+        return "its batch norm or experts see micro-batches"
+    return "the replicas' batches do not fit into one"
+
+
+def _widened(exact: Limits, reasons: Iterable[Expected]) -> Limits:
+    def most(own: float, allowed: Iterable[float | None]) -> float:
+        return max([own, *(math.inf if one is None else one for one in allowed)])
+
+    reasons = list(reasons)
+    return Limits(
+        outputs=most(exact.outputs, (one.outputs for one in reasons)),
+        loss=most(exact.loss, (one.loss for one in reasons)),
+        gradients=most(exact.gradients, (one.gradients for one in reasons)),
+        weights=most(exact.weights, (one.weights for one in reasons)),
+    )
+
+
+def reconsidered(verdict: Verdict, wide: Verdict) -> Verdict:
+    """``wide``: of the same runs in 64 bits. Where they are the same, what parted in 32 bits was rounding."""
+    return replace(verdict, status="same", wide=wide.rows) if wide.status == "same" else verdict
+
+
+class _Case:
+    """The answers, side by side."""
+
+    def __init__(self, plan: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
+        self._plan, self._reference = plan, reference
+        order = [name for name, _ in reference["outputs"]]
+        self._place = {name: at for at, name in enumerate(order)}
+        apart = {name: output_difference(plan["outputs"].get(name, (0,)), sums) for name, sums in reference["outputs"]}
+        #: of modules that can be compared, in the order in which they are done
+        self.outputs = {name: found for name, found in apart.items() if found is not None}
+
+    def rows(self) -> Iterable[Row]:
+        for at, (mine, one) in enumerate(self._steps()):
+            far = relative(mine["loss"], one["loss"])
+            gradient, weight = _largest(one["gradients"]), _largest(one["weights"])
+            yield Row(at + 1, mine["loss"], one["loss"], far, gradient, weight)
+
+    def parting(self, limits: Limits) -> Parting | None:
+        """The first thing beyond them, in the order in which a step computes it."""
+        for name, far in self.outputs.items():
+            if far > limits.outputs:
+                return Parting(1, "outputs", name, self._kind(name), far)
+        for at, (mine, one) in enumerate(self._steps()):
+            found = self._in_step(at, mine, one, limits)
+            if found is not None:
+                return found
+        return None
+
+    def _in_step(self, at: int, mine: Mapping[str, Any], one: Mapping[str, Any], limits: Limits) -> Parting | None:
+        far = relative(mine["loss"], one["loss"])
+        if not far <= (limits.first_loss if at == 0 else limits.loss):
+            return Parting(at + 1, "loss", "", "", far, self._about_loss(mine["loss"], one["loss"]))
+        # backward begins at the loss: of gradients that part, the last layer's are the first to
+        for what, last in (("gradients", True), ("weights", False)):
+            beyond = [name for name, apart in one[what].items() if not apart[1] <= getattr(limits, what)]
+            if beyond:
+                name = sorted(beyond, key=self._at)[-1 if last else 0]
+                hint = "" if math.isfinite(one[what][name][1]) else "it is there on one side only, or not finite"
+                kind = self._kind(name.rpartition(".")[0])
+                return Parting(at + 1, "gradients" if last else "weights", name, kind, one[what][name][1], hint)
+        return None
+
+    def _about_loss(self, mine: float, reference: float) -> str:
+        replicas = self._plan["replicas"]
+        times = reference / mine if mine else 0.0
+        if replicas > 1 and abs(times - replicas) < 1e-3 * replicas:
+            return f"one process's is {replicas} times as large, as there are {replicas} replicas: a sum, not a mean?"
+        return ""
+
+    def _at(self, parameter: str) -> int:
+        """When the module that has it is done."""
+        name = parameter
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self._place:
+                return self._place[name]
+        return -1
+
+    def _kind(self, module: str) -> str:
+        return str(self._reference["kinds"].get(module, ""))
+
+    def _steps(self) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        return zip(self._plan["steps"], self._reference["steps"], strict=True)
+
+
+def _largest(found: Mapping[str, Sequence[float]]) -> Largest | None:
+    if not found:
+        return None
+    name = max(found, key=lambda each: found[each][1])
+    return Largest(name, *Difference(*found[name]))

@@ -1,0 +1,50 @@
+"""Randomness: ranks have streams of their own, so that dropout cannot be the same in one process. It is switched off;
+where something else draws numbers, that is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+#: Names under which modules keep the part that they drop.
+_PARTS = frozenset(
+    {"dropout", "dropout_p", "dropout_prob", "dropout_rate", "drop_prob", "drop_path", "drop_rate", "attn_dropout",
+     "attention_dropout", "hidden_dropout", "activation_dropout"}
+)  # fmt: skip
+
+
+def still(model: nn.Module) -> list[str]:
+    """Switch dropout off in all modules; the names of those that had any."""
+    found = []
+    for name, module in model.named_modules():
+        names = [part for part in _names(module) if _drops(vars(module).get(part))]
+        for part in names:
+            setattr(module, part, 0.0)
+        if names:
+            found.append(name)
+    return found
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset({"p"}) if isinstance(module, _DropoutNd) else _PARTS
+
+
+def _drops(value: object) -> bool:
+    return isinstance(value, float) and 0.0 < value <= 1.0
+
+
+def unrest(forward: Callable[[], Tensor], model: nn.Module, device: torch.device) -> float:
+    """The relative difference between two passes over one batch. What they leave in buffers is taken back."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(1)
+        first = float(forward())
+        torch.manual_seed(2)
+        second = float(forward())
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+    return abs(second - first) / max(abs(first), 1e-30) if first != second else 0.0

@@ -1,0 +1,81 @@
+"""Who looks on while an engine trains: see recorder.py and replayer.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from echelon.annotation import Marks
+from echelon.elastic import Elastic
+from echelon.parallel.collective import gather_json
+from echelon.slices import Slices
+from echelon.strategy import Strategy
+from echelon.verify.question import Question
+
+if TYPE_CHECKING:
+    from echelon.engine import Engine
+    from echelon.verify.engine import Witnessed
+
+#: The file with the weights that the ranks began with.
+INITIAL = "initial.safetensors"
+
+#: What ``distribute()`` goes by: strategy, marks, plan, cluster, elastic rule.
+Terms = tuple[Strategy, Marks, Any, Slices | None, Elastic | None]
+
+
+class Witness(ABC):
+    """Asked by ``distribute()`` for its terms, and then by ``Witnessed``, in this order, in every step."""
+
+    question: Question
+
+    def terms(self, asked: Strategy, marks: Marks, plan: Any, cluster: Slices | None, elastic: Elastic | None) -> Terms:
+        return asked, marks, plan, cluster, elastic
+
+    def attend(self, engine: Engine) -> Engine:
+        """Look on from now on. Another class for the same object: all that it has been told stays as it is."""
+        from echelon.verify.engine import Witnessed
+
+        engine.__class__ = Witnessed
+        assert isinstance(engine, Witnessed)
+        engine.witness = self
+        self.question.note("begun", 1)
+        return engine
+
+    @abstractmethod
+    def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
+        """A forward and backward is about to begin; with which batch, and how many samples it counts for."""
+
+    @abstractmethod
+    def listening(self) -> AbstractContextManager[None]:
+        """Around the forward."""
+
+    @abstractmethod
+    def loss(self, engine: Witnessed, loss: Tensor, count: float) -> None:
+        """It is over."""
+
+    @abstractmethod
+    def gradients(self, engine: Witnessed) -> bool:
+        """An update is about to begin; whether it takes place."""
+
+    @abstractmethod
+    def rate(self, step: int, factor: float) -> float:
+        """What the learning rate is multiplied by."""
+
+    @abstractmethod
+    def applied(self, engine: Witnessed) -> None:
+        """It is over. After the last one this does not return."""
+
+
+def gathered(engine: Witnessed, message: Any) -> list[Any]:
+    """Every rank's message."""
+    return [message] if engine.world.control is None else gather_json(message, engine.world.control)
+
+
+def mean_loss(losses: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of losses, each with the samples it counts for; and all samples."""
+    total = sum(count for _, count in losses)
+    return [sum(loss * count for loss, count in losses if count) / total if total else 0.0, total]
