@@ -1,0 +1,148 @@
+"""One forward and backward pass as a CUDA graph, with the memory it reads its batch from."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from echelon.fast.signature import Signature
+
+Backward = Callable[[Tensor | float], None]
+Run = Callable[[Any], tuple[Tensor, Backward]]
+
+
+class Captured:
+    """``merges``: gradients of several passes are added up before they are used."""
+
+    def __init__(self, model: nn.Module, batch: Any, plain: Run, merges: bool) -> None:
+        self._plain, self._merges = plain, merges
+        self._signature = Signature(model, batch)
+        leaves, self._structure = tree_flatten(batch)
+        self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._parameters = list(model.parameters())
+        self._gradients: list[Tensor | None] = []
+        self._device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        self._weight, self._loss = torch.ones((), device=self._device), torch.zeros((), device=self._device)
+        self._graph = torch.cuda.CUDAGraph()
+        self.loss = self._loss  #: of this step; in memory of its own, since callers keep losses
+
+    def fits(self, batch: Any) -> bool:
+        """Whether a replay would do what running the step does."""
+        return self._signature.fits(batch)
+
+    def take(self, batch: Any) -> None:
+        for mine, given in zip(self._leaves, tree_leaves(batch), strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+        self.loss = torch.empty_like(self._loss)
+
+    def replay(self, weight: Tensor | float) -> None:
+        """The pass of the batch that was taken, of the loss times ``weight``."""
+        self._weight.fill_(weight)
+        self._graph.replay()
+        self.loss.copy_(self._loss)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            else:  # the next replay writes over it, so what is to be merged must be a copy
+                parameter.grad = gradient.clone() if self._merges else gradient
+
+    def capture(self) -> None:
+        """Note down what a pass does, which does not run it. Gradients so far are put aside: those of the graph are
+        written anew by each replay."""
+        kept = [parameter.grad for parameter in self._parameters]
+        self._set([None] * len(kept))
+        try:
+            with _put_right(self._graph, self._device), _none_compiled():
+                self._capture()
+            self._gradients = [parameter.grad for parameter in self._parameters]
+        finally:
+            self._set(kept)
+
+    def _capture(self) -> None:
+        # other threads (loaders' pinned memory) go on using the device meanwhile
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            loss, backward = self._plain(tree_unflatten(self._leaves, self._structure))
+            backward(self._weight)
+            self._loss = loss.detach()
+
+    def _set(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _none_compiled() -> contextlib.AbstractContextManager[None]:
+    """A compiler at work would spoil a capture in a way that takes the stream with it; so it refuses before."""
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
+
+
+@contextlib.contextmanager
+def _put_right(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """A capture that fails leaves torch on its stream, and random generator and allocator believing that it goes on."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    generator = torch.cuda.default_generators[index]
+    before, stream = generator.clone_state(), torch.cuda.current_stream(device)
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(before)
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(index, graph.pool())
+        with contextlib.suppress(Exception):  # what was left of the error is read, and is over with that
+            torch.cuda.synchronize(device)
+        raise
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether a graph, which never gives its memory back, leaves room for a step beside it: a batch of another size, an
+    evaluation."""
+    held = torch.cuda.memory_allocated(device)
+    needed = torch.cuda.max_memory_allocated(device) - held
+    free, _ = torch.cuda.mem_get_info(device)
+    return 2.1 * needed < free + torch.cuda.memory_reserved(device) - held
+
+
+class Rehearsal:
+    """A step that is told it is captured, and is not.
+
+    Models ask that and then do other things: transformers passes masks that it leaves out otherwise, for which compiled
+    blocks are compiled anew. ``waits``: whether the step waited for the device even so, which no graph can hold.
+    """
+
+    def __init__(self) -> None:
+        self.waits = False
+
+    def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self.waits = False  # what compiling waited for in an earlier one counts for nothing
+        with self._played():
+            loss, inner = plain(batch)
+
+        def backward(weight: Tensor | float) -> None:
+            with self._played():
+                inner(weight)
+
+        return loss, backward
+
+    @contextlib.contextmanager
+    def _played(self) -> Iterator[None]:
+        asked, mode = torch.cuda.is_current_stream_capturing, torch.cuda.get_sync_debug_mode()
+        torch.cuda.is_current_stream_capturing = lambda: True
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                torch.cuda.is_current_stream_capturing = asked
+        self.waits |= any("synchronizing CUDA operation" in str(one.message) for one in seen)

@@ -1,0 +1,172 @@
+"""CUDA graphs: where the host is slower than the device, forward and backward are launched as one.
+
+The first steps are watched: how long the host takes to hand forward and backward to the device, and how long the device
+takes for them. Where that is nearly the same, the device waits for the host, and a step is captured, after it has been
+rehearsed. A graph that turns out no quicker is dropped. What is captured is a fixed program (see Signature), and a step
+that differs from it runs as it is written.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.fast.captured import Backward, Captured, Rehearsal, Run, has_room
+from echelon.fast.compiled import Say
+from echelon.fast.signature import draws, is_plain
+from echelon.plan import Plan
+
+SETTLING = 6  #: steps that compile, allocate and choose kernels
+WATCHED = 6  #: steps that are timed after those
+REHEARSED = 2
+HELD_UP = 0.85  #: the host's part of a step's time, from which on the device is taken to wait for it
+
+
+class Graphs:
+    """Watches steps, captures one, and replays it. Each phase runs a step and says when the next one begins."""
+
+    def __init__(self, plan: Plan, model: nn.Module, say: Say) -> None:
+        self._model, self._say, self._merges = model, say, plan.gradient_merge > 1
+        self._phase: Callable[[Any, Run], tuple[Tensor, Backward]] | None = self._settle
+        self._steps = 0
+        self._plain_laps: list[_Lap] = []
+        self._laps: list[_Lap] = []
+        self._rehearsal = Rehearsal()
+        self._device = next(model.parameters()).device
+        self._captured: Captured | None = None
+
+    def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        if self._captured is not None and self._captured.fits(batch):
+            return self._replay(self._captured, batch)
+        return plain(batch) if self._phase is None else self._phase(batch, plain)
+
+    def _settle(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self._steps += 1
+        if self._steps < SETTLING:
+            return plain(batch)
+        before = draws()
+        taken = plain(batch)
+        self._phase = self._watch
+        if not is_plain(batch):
+            self._leave_out("batches hold more than tensors")
+        elif before != draws():
+            self._leave_out("forward draws random numbers on the host")
+        return taken
+
+    def _watch(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        if len(self._plain_laps) < WATCHED:
+            return _timed(plain, batch, self._plain_laps)
+        if not self._plain_laps[-1].is_over():
+            return plain(batch)
+        held_up = _host(self._plain_laps) >= HELD_UP * _device(self._plain_laps)
+        self._phase, self._steps = self._rehearse if held_up else None, 0
+        if held_up and not has_room(self._device):
+            self._leave_out("a graph keeps its memory, and no step would fit beside it")
+        return plain(batch)
+
+    def _rehearse(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self._steps += 1
+        if self._steps <= REHEARSED:
+            return self._rehearsal.run(batch, plain)
+        self._phase = None
+        if self._rehearsal.waits:
+            self._leave_out("forward or backward waits for the device (reads a value of it)")
+            return plain(batch)
+        return self._capture(batch, plain)
+
+    def _capture(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        try:
+            captured = Captured(self._model, batch, plain, self._merges)
+            captured.take(batch)
+        except Exception as error:
+            self._give_up(error)
+            return plain(batch)
+
+        def backward(weight: Tensor | float) -> None:
+            try:
+                captured.capture()
+            except Exception as error:
+                self._give_up(error)
+                loss, inner = plain(batch)
+                captured.loss.copy_(loss.detach())
+                inner(weight)
+                return
+            self._captured = captured
+            captured.replay(weight)
+
+        return captured.loss, backward
+
+    def _give_up(self, error: Exception) -> None:
+        self._leave_out(f"a step could not be captured: {str(error).strip().partition(chr(10))[0]}")
+
+    def _replay(self, captured: Captured, batch: Any) -> tuple[Tensor, Backward]:
+        captured.take(batch)
+        if not self._plain_laps:
+            return captured.loss, captured.replay
+        if len(self._laps) < WATCHED:
+            return _timed(lambda _: (captured.loss, captured.replay), batch, self._laps)
+        if self._laps[-1].is_over():
+            self._judge()
+        return captured.loss, captured.replay
+
+    def _judge(self) -> None:
+        """Keep the graph if it is quicker than the steps before it."""
+        before, after = (1e3 * _device(laps) for laps in (self._plain_laps, self._laps))
+        self._plain_laps, self._laps = [], []
+        if after < before:
+            self._say(
+                f"fast: forward and backward are one CUDA graph now: {after:.1f} ms where they took {before:.1f}; "
+                "Fast(graphs=False) switches it off"
+            )
+        else:
+            self._captured = None
+            self._leave_out(f"as a graph, forward and backward take {after:.1f} ms where they took {before:.1f}")
+
+    def _leave_out(self, reason: str) -> None:
+        self._phase = None
+        self._say(f"fast: CUDA graphs left out: {reason}")
+
+
+class _Lap:
+    """One forward and backward pass: seconds until the host had handed it over, and until the device had done it."""
+
+    def __init__(self) -> None:
+        self.host = 0.0
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._begin.record()
+        self._since = time.perf_counter()
+
+    def end(self) -> None:
+        self.host = time.perf_counter() - self._since
+        self._end.record()
+
+    def is_over(self) -> bool:
+        return self.host > 0 and bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    def device(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+def _timed(run: Run, batch: Any, laps: list[_Lap]) -> tuple[Tensor, Backward]:
+    lap = _Lap()
+    laps.append(lap)
+    loss, inner = run(batch)
+
+    def backward(weight: Tensor | float) -> None:
+        inner(weight)
+        lap.end()
+
+    return loss, backward
+
+
+def _host(laps: Sequence[_Lap]) -> float:
+    return statistics.median(lap.host for lap in laps)
+
+
+def _device(laps: Sequence[_Lap]) -> float:
+    return statistics.median(lap.device() for lap in laps)

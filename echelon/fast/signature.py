@@ -1,0 +1,66 @@
+"""Whether a step would do what an earlier one did: the same shapes, weights and Python values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+_GONE = object()
+
+
+class Signature:
+    """What a captured step has written into it; a step that differs in any of it must run as it is written."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        leaves, self._structure = tree_flatten(batch)
+        self._leaves = [_kind(leaf) for leaf in leaves]
+        self._parameters = list(model.parameters())
+        self._weights = _weights(self._parameters)
+        self._values = _python_values(model)
+
+    def fits(self, batch: Any) -> bool:
+        leaves, structure = tree_flatten(batch)
+        return (
+            structure == self._structure
+            and [_kind(leaf) for leaf in leaves] == self._leaves
+            and self._weights == _weights(self._parameters)
+            and all(values.get(name, _GONE) == value for values, name, value in self._values)
+        )
+
+
+def is_plain(batch: Any) -> bool:
+    """Whether all of a batch is tensors and values that can be compared."""
+    return all(isinstance(leaf, Tensor | bool | int | float | str) or leaf is None for leaf in tree_leaves(batch))
+
+
+def _kind(leaf: Any) -> Any:
+    """Of a tensor all but its numbers; anything else is a constant."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+
+def _weights(parameters: list[nn.Parameter]) -> list[tuple[int, bool]]:
+    """Where weights lie, and which are trained."""
+    return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
+
+
+def _python_values(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Plain values that modules hold, which forward may read: a mode, a rate that is annealed."""
+    return [
+        (module.__dict__, name, value)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if isinstance(value, bool | int | float | str) or value is None
+    ]
+
+
+def draws() -> tuple[Any, ...]:
+    """Where the host's random generators are."""
+    import random
+
+    import numpy as np
+
+    legacy: Any = np.random.get_state()
+    return random.getstate(), legacy[2], legacy[1].tobytes(), bytes(torch.get_rng_state().numpy())
