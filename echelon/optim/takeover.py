@@ -26,7 +26,7 @@ def lars_from(
 
     Of ``exclude``, what belongs to another optimizer is passed over.
     """
-    _require("LARS", optimizer, (SGD,))
+    require_plain("LARS", optimizer, (SGD,))
     values = {"coeff": coeff, "weight_decay": weight_decay, "eps": eps}
     first = optimizer.param_groups[0]
     made = LARS(_copies(optimizer, values), first["lr"], first["momentum"], exclude=_owned(optimizer, exclude))
@@ -38,14 +38,15 @@ def lamb_from(optimizer: Optimizer, *, weight_decay: float, eps: float, exclude:
 
     Of ``exclude``, what belongs to another optimizer is passed over.
     """
-    _require("LAMB", optimizer, (Adam, AdamW))
+    require_plain("LAMB", optimizer, (Adam, AdamW))
     values = {"weight_decay": weight_decay, "eps": eps}
     first = optimizer.param_groups[0]
     made = LAMB(_copies(optimizer, values), first["lr"], first["betas"], exclude=_owned(optimizer, exclude))
     return _share(made, optimizer, values)
 
 
-def _require(wanted: str, optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> None:
+def require_plain(wanted: str, optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> None:
+    """Refuse what a step of ours in its place would not do."""
     # Exactly these classes: a subclass has a step of its own, which would never be called.
     if type(optimizer) not in kinds:
         names = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
