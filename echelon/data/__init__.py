@@ -11,11 +11,24 @@ from echelon.data.repeated import Repeated, RepeatedStream
 
 if TYPE_CHECKING:
     from echelon.data.download import Downloader
+    from echelon.data.packing import pack_collate
 
-__all__ = ["CtrFiles", "Downloader", "FileList", "Loader", "Repeated", "RepeatedStream", "pad_collate"]
+__all__ = [
+    "CtrFiles",
+    "Downloader",
+    "FileList",
+    "Loader",
+    "Repeated",
+    "RepeatedStream",
+    "pack_collate",
+    "pad_collate",
+]
+
+#: brought in when asked for: most jobs have their data, and sequences of one length
+LATER = {"Downloader": "echelon.data.download", "pack_collate": "echelon.data.packing"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Downloader":  # brought in when asked for: most jobs have their data
+    if name not in LATER:
         raise AttributeError(f"module 'echelon.data' has no attribute '{name}'")
-    return importlib.import_module("echelon.data.download").Downloader
+    return getattr(importlib.import_module(LATER[name]), name)

@@ -41,7 +41,7 @@ class BatchedSource(MapSource):
 
 def makes_batches(dataset: Any, options: LoaderOptions) -> bool:
     """Not where single samples are asked for."""
-    by_sample = options.collate is not None or options.lengths is not None or options.cache
+    by_sample = options.collate is not None or options.lengths is not None or options.cache or options.pack
     return isinstance(_inner(dataset), Batched) and not by_sample
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,11 @@ from echelon.errors import DataError
 
 
 class Collate:
-    """The user's own collate function, seeded; or torch's, or ``pad_collate``, with errors that name the sample."""
+    """The user's own collate function, seeded; or one of ours or torch's, with errors that name the sample."""
 
     def __init__(self, options: LoaderOptions) -> None:
         self.is_ours = options.collate is None
-        ours = default_collate if options.lengths is None else partial(pad_collate, pad_value=options.pad_value)
-        self._into_batch = options.collate or ours
+        self._into_batch = options.collate or _ours(options)
 
     def __call__(self, samples: list[Any], names: Sequence[int], seed: int) -> Any:
         if not self.is_ours:
@@ -48,6 +47,16 @@ class Collate:
         except Exception as error:
             return one_line(error)
         return ""
+
+
+def _ours(options: LoaderOptions) -> Callable[[list[Any]], Any]:
+    if options.pack:
+        from echelon.data.packing import pack_collate  # with echelon.nn, which most loaders do not need
+        from echelon.nn.packed import MULTIPLE
+
+        multiple = MULTIPLE if options.pack is True else options.pack
+        return partial(pack_collate, multiple=multiple, pad_value=options.pad_value)
+    return default_collate if options.lengths is None else partial(pad_collate, pad_value=options.pad_value)
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

@@ -34,6 +34,9 @@ class Loader:
     batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``). ``shares`` deals a
     global batch out unevenly, for ranks of different speed; ``batch_size`` is then their average.
 
+    ``pack`` lays sequences of different length one after another, without padding, as ``echelon.nn.Packed``; a number
+    says what the tokens of a batch are filled up to a multiple of.
+
     Where the number of ranks has changed since training began: ``total`` is the global batch, which the ranks need not
     divide; the end of an epoch is padded to a ``multiple``; and ``on_change`` is told where an epoch begins anew, since
     its data is dealt out by the number of ranks. Without it that is an error.
@@ -60,6 +63,7 @@ class Loader:
         shares: Sequence[float] = (),
         total: int | None = None,
         multiple: int | None = None,
+        pack: bool | int = False,
         on_change: Callable[[str], None] | None = None,
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
@@ -88,6 +92,7 @@ class Loader:
             shares=tuple(float(share) for share in shares),
             total=total,
             multiple=multiple,
+            pack=pack,
         )
         self._source = open_source(dataset, self._options)
         self._agreement = (
@@ -312,6 +317,6 @@ def reads_apart(dataset: Any) -> bool:
 
 
 def _open_columns(columns: Columns, options: LoaderOptions) -> Source:
-    if options.collate is None and options.lengths is None:
+    if options.collate is None and options.lengths is None and not options.pack:
         return TensorSource(columns, options)
     return MapSource(columns, len(columns), options)

@@ -32,6 +32,7 @@ class LoaderOptions:
     shares: tuple[float, ...] = ()
     total: int | None = None
     multiple: int | None = None
+    pack: bool | int = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -45,7 +46,10 @@ class LoaderOptions:
             )
         if self.total is not None and self.total < 1:
             raise DataError(f"total={self.total}: a global batch needs at least one sample")
-        for name, least in (("workers", 0), ("prefetch", 1), ("bucket_window", 1), ("shuffle_buffer", 1)):
+        if self.pack and (self.lengths is not None or self.collate is not None):
+            other = "lengths=, since packed sequences need no buckets" if self.collate is None else "collate="
+            raise UsageError(f"pack={self.pack} does not go with {other}; leave one of them out")
+        for name, least in (("pack", 0), ("workers", 0), ("prefetch", 1), ("bucket_window", 1), ("shuffle_buffer", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be {least} or more")
 

@@ -20,23 +20,23 @@ def pad_collate(samples: Sequence[Any], pad_value: Any = 0) -> Any:
     """
     first = samples[0]
     if isinstance(first, Mapping):
-        return {k: pad_collate([s[k] for s in samples], _value(pad_value, k)) for k in first}
+        return {k: pad_collate([s[k] for s in samples], value_of(pad_value, k)) for k in first}
     if isinstance(first, tuple):
         columns = list(zip(*samples, strict=True))
-        fields = [pad_collate(column, _value(pad_value, at)) for at, column in enumerate(columns)]
+        fields = [pad_collate(column, value_of(pad_value, at)) for at, column in enumerate(columns)]
         return type(first)(*fields) if hasattr(first, "_fields") else fields
-    if _is_sequence(first):
+    if is_sequence(first):
         return _padded([torch.as_tensor(sample) for sample in samples], pad_value)
     return default_collate(list(samples))
 
 
-def _value(pad_value: Any, field: Any) -> Any:
+def value_of(pad_value: Any, field: Any) -> Any:
     if isinstance(pad_value, Mapping):
         return pad_value.get(field, 0)
     return pad_value[field] if isinstance(pad_value, tuple) else pad_value
 
 
-def _is_sequence(field: Any) -> bool:
+def is_sequence(field: Any) -> bool:
     if isinstance(field, torch.Tensor | np.ndarray):
         return field.ndim > 0
     return isinstance(field, list) and all(isinstance(item, int | float) for item in field)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.errors import UsageError, nearest
+from echelon.nn import Packed, mean_over_samples
 
 IGNORED = -100  #: a label that counts for nothing: padding, and positions that are not asked for
 
@@ -48,14 +49,20 @@ def smoothed(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return F.cross_entropy(output, labels, label_smoothing=0.1)
 
 
-def tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over sequences of each sequence's mean over its own labelled positions. [n, s, vocabulary], [n, s]."""
+def tokens(logits: Tensor, labels: Tensor | Packed) -> Tensor:
+    """Mean over sequences of each sequence's mean over its own labelled positions. [n, s, vocabulary], [n, s].
+
+    Packed labels have logits [t, vocabulary], and the same loss.
+    """
+    if isinstance(labels, Packed):
+        each = F.cross_entropy(logits.float(), labels.values, ignore_index=IGNORED, reduction="none")
+        return mean_over_samples(each, labels, labels.values != IGNORED)
     each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counted = (labels != IGNORED).sum(1).clamp(min=1)
     return (each.view_as(labels).sum(1) / counted).mean()
 
 
-def pretraining(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+def pretraining(output: tuple[Tensor, Tensor], target: tuple[Tensor | Packed, Tensor]) -> Tensor:
     """BERT's two losses: the masked words [n, p, vocabulary], and whether the second sentence follows [n, 2]."""
     (words, follows), (labels, next_sentence) = output, target
     return tokens(words, labels) + F.cross_entropy(follows.float(), next_sentence)
@@ -71,13 +78,16 @@ def clicked(logits: Tensor, labels: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, labels)
 
 
-def masked_accuracy(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+def masked_accuracy(output: tuple[Tensor, Tensor], target: tuple[Tensor | Packed, Tensor]) -> Tensor:
     """Part of each sequence's masked words that were guessed."""
-    right = (output[0].argmax(-1) == target[0]).sum(1)
-    return right / (target[0] != IGNORED).sum(1).clamp(min=1)
+    return token_accuracy(output[0], target[0])
 
 
-def token_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+def token_accuracy(logits: Tensor, labels: Tensor | Packed) -> Tensor:
+    """Part of each sequence's labelled positions that were guessed; where they are packed, the mean of these parts."""
+    if isinstance(labels, Packed):
+        guessed = logits.argmax(-1) == labels.values
+        return mean_over_samples(guessed.float(), labels, labels.values != IGNORED)
     right = (logits.argmax(-1) == labels).sum(1)
     return right / (labels != IGNORED).sum(1).clamp(min=1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -10,15 +12,19 @@ from numpy.typing import NDArray
 
 from echelon.errors import DataError
 from echelon.zoo import registry
+from echelon.zoo.datasets.tokens.documents import PackedDocuments
 from echelon.zoo.datasets.tokens.files import find, read_text
-from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, vocabulary_for
+from echelon.zoo.datasets.tokens.sentences import documents_of
+from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, Texts, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 from echelon.zoo.tasks import IGNORED
 
 
 def open_text(request: Request) -> Data:
-    """The files in order of their names, as one text; its last part is the test."""
+    """The files in order of their names, as one text; its last part is the test. ``pack``: document by document."""
     paths = find(request, "*.txt", "text files")
+    if request.get("pack"):
+        return _open_documents(request, paths)
     text = "".join(read_text(path) for path in paths)
     tokens, size = _encoded(request, text)
     cut = len(tokens) - round(len(tokens) * request.get("test_part", 0.1))
@@ -34,6 +40,37 @@ def open_text(request: Request) -> Data:
         facts={"vocab_size": size},
         about=f"{len(train[0])} windows of {length} from {cut} tokens in {len(paths)} files, {size} different ones",
     )
+
+
+def _open_documents(request: Request, paths: list[Path]) -> Data:
+    """Documents are parted by blank lines, as those for BERT are. The last ones are the test."""
+    found = ["\n".join(document) for path in paths for document in documents_of(read_text(path))]
+    held_out = round(len(found) * request.get("test_part", 0.1))
+    texts, size = _encoded_each(request, found)
+    length, cut = int(request.get("max_seq_length", 128)), len(found) - held_out
+    train, test = (
+        PackedDocuments(Texts(texts.tokens, texts.begins[low : high + 1]), length)
+        for low, high in ((0, cut), (cut, len(found)))
+    )
+    if not len(train):
+        raise DataError(f"{paths[0]} has {len(found)} documents, which leaves none to train on; add text")
+    return Data(
+        train=train,
+        test=test if len(test) else None,
+        facts={"vocab_size": size},
+        about=f"{len(train)} pieces of {cut} documents in {len(paths)} files, {size} different tokens; packed without "
+        f"padding: {train.mean_size:.0f} of {length} tokens on average",
+    )
+
+
+def _encoded_each(request: Request, texts: list[str]) -> tuple[Texts, int]:
+    if request.get("tokenizer", "characters") == "wordpiece":
+        vocabulary = vocabulary_for(request, texts)
+        return vocabulary.encode(texts), vocabulary.size
+    tokens, size = _encoded(request, "".join(texts))
+    by_bytes = request.get("tokenizer", "characters") == "bytes"
+    lengths = [len(text.encode()) if by_bytes else len(text) for text in texts]
+    return Texts(tokens.astype(np.int32), np.array([0, *accumulate(lengths)], np.int64)), size
 
 
 def windows(tokens: NDArray[np.int64], length: int) -> tuple[torch.Tensor, torch.Tensor]:

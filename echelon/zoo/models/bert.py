@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.marks import Split
+from echelon.nn import Bounds, Packed
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
-from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, require_room
+from echelon.zoo.models.attention import LAYER_SPLIT, PACK, SelfAttention, draw_weights, places_of, require_room
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
         self.drop = nn.Dropout(sizes.dropout)
 
-    def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
-        places = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        out: Tensor = self.drop(self.norm(self.words(tokens) + self.segments(segments) + places))
+    def forward(self, tokens: Tensor | Packed, segments: Tensor) -> Tensor:
+        words = tokens.values if isinstance(tokens, Packed) else tokens
+        places = self.positions(places_of(tokens))
+        out: Tensor = self.drop(self.norm(self.words(words) + self.segments(segments) + places))
         return out
 
 
@@ -63,14 +65,17 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
         self.drop = nn.Dropout(sizes.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.norm1(x + self.drop(self.attention(x, mask)))
+    def forward(self, x: Tensor, seen: Tensor | Bounds | None) -> Tensor:
+        x = self.norm1(x + self.drop(self.attention(x, seen)))
         out: Tensor = self.norm2(x + self.drop(self.mlp(x)))
         return out
 
 
 class Encoder(nn.Module):
-    """What all of BERT's tasks share: [n, s] tokens, segments and mask to [n, s, hidden]."""
+    """What all of BERT's tasks share: [n, s] tokens, segments and mask to [n, s, hidden].
+
+    Packed tokens, and segments [t], need no mask: they become [t, hidden].
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -78,12 +83,15 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(sizes)
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
 
-    def encode(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
-        seen = mask.bool()[:, None, None, :] if self.masked else None
+    def encode(self, tokens: Tensor | Packed, segments: Tensor, mask: Tensor | None) -> Tensor:
         x: Tensor = self.embeddings(tokens, segments)
+        seen = tokens.bounds if isinstance(tokens, Packed) else self._seen(mask)
         for layer in self.layers:
             x = layer(x, seen)
         return x
+
+    def _seen(self, mask: Tensor | None) -> Tensor | None:
+        return mask.bool()[:, None, None, :] if self.masked and mask is not None else None
 
 
 class WordGuess(nn.Module):
@@ -102,7 +110,10 @@ class WordGuess(nn.Module):
 
 
 class BertPretraining(Encoder):
-    """Logits of the words at ``positions`` [n, p, vocabulary], and of whether the second sentence follows [n, 2]."""
+    """Logits of the words at ``positions`` [n, p, vocabulary], and of whether the second sentence follows [n, 2].
+
+    Of packed tokens, ``positions`` [p] are places in the row, and the logits [p, vocabulary].
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -111,10 +122,15 @@ class BertPretraining(Encoder):
         self.next_sentence = nn.Linear(sizes.hidden, 2)
         draw_weights(self)
 
-    def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor | Packed, segments: Tensor, mask: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         x = self.encode(tokens, segments, mask)
-        asked = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
-        follows: Tensor = self.next_sentence(torch.tanh(self.pooler(x[:, 0])))
+        if isinstance(tokens, Packed):
+            asked = x.index_select(0, positions)
+        else:
+            asked = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
+        follows: Tensor = self.next_sentence(torch.tanh(self.pooler(first_tokens(x, tokens))))
         return self.guess(asked), follows
 
 
@@ -128,14 +144,17 @@ class BertClassifier(Encoder):
         self.head = nn.Linear(sizes.hidden, classes)
         draw_weights(self)
 
-    def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor | Packed, segments: Tensor, mask: Tensor | None) -> Tensor:
         x = self.encode(tokens, segments, mask)
-        out: Tensor = self.head(self.drop(torch.tanh(self.pooler(x[:, 0]))))
+        out: Tensor = self.head(self.drop(torch.tanh(self.pooler(first_tokens(x, tokens)))))
         return out
 
 
 class BertSpan(Encoder):
-    """For each token, how much it looks like the first and like the last of the answer: [n, s, 2]."""
+    """For each token, how much it looks like the first and like the last of the answer: [n, s, 2].
+
+    Padding takes part in the choice here, so that these rows are not packed.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -145,6 +164,11 @@ class BertSpan(Encoder):
     def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
         out: Tensor = self.head(self.encode(tokens, segments, mask))
         return out
+
+
+def first_tokens(x: Tensor, tokens: Tensor | Packed) -> Tensor:
+    """[n, hidden]: what became of each sample's first token."""
+    return x.index_select(0, tokens.begins) if isinstance(tokens, Packed) else x[:, 0]
 
 
 def build(request: Request) -> nn.Module:
@@ -189,6 +213,7 @@ def _settings(layers: int, hidden: int, heads: int) -> tuple[Setting, ...]:
         Setting(name="attention_dropout", default=0.1, meaning="of the weights of attention"),
         Setting(name="layer_norm_eps", default=1e-12, meaning="what a norm adds to the variance"),
         Setting(name="attention_mask", default=True, meaning="off for data without padding: somewhat quicker"),
+        PACK,
     )
 
 

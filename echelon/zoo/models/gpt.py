@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from echelon.marks import Split
+from echelon.nn import Bounds, Packed
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
-from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, require_room
+from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, places_of, require_room
 
 
 class Layer(nn.Module):
@@ -27,8 +27,8 @@ class Layer(nn.Module):
         )
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, bounds: Bounds | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), bounds))
         out: Tensor = x + self.drop(self.mlp(self.norm2(x)))
         return out
 
@@ -42,14 +42,17 @@ class Embeddings(nn.Module):
         self.positions = nn.Embedding(positions, hidden)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        out: Tensor = self.drop(self.words(tokens) + places)
+    def forward(self, tokens: Tensor | Packed) -> Tensor:
+        words = tokens.values if isinstance(tokens, Packed) else tokens
+        out: Tensor = self.drop(self.words(words) + self.positions(places_of(tokens)))
         return out
 
 
 class Gpt(nn.Module):
-    """[n, s] tokens to the logits of those that follow, [n, s, vocabulary]; the head is tied to the embedding."""
+    """[n, s] tokens to the logits of those that follow, [n, s, vocabulary]; the head is tied to the embedding.
+
+    Of packed documents, [t, vocabulary]: each is read as if it were alone.
+    """
 
     def __init__(self, vocabulary: int, positions: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -63,10 +66,11 @@ class Gpt(nn.Module):
             if name.endswith(("project.weight", "mlp.2.weight")):  # the sum along shortcuts keeps its size at any depth
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor | Packed) -> Tensor:
         x = self.embeddings(tokens)
+        more = (tokens.bounds,) if isinstance(tokens, Packed) else ()
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, *more)
         out: Tensor = self.head(self.norm(x))
         return out
 
@@ -97,6 +101,11 @@ def _settings(
         Setting(name="num_layers", default=layers, meaning="layers"),
         Setting(name="num_heads", default=heads, meaning="heads of attention"),
         Setting(name="dropout", default=dropout, meaning="of embeddings, attention and MLPs"),
+        Setting(
+            name="pack",
+            default=False,
+            meaning="read documents, parted by blank lines, each for itself, one after another in a row; off: windows",
+        ),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.annotate import split
+from echelon.annotation import split
 from echelon.errors import UsageError
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
+from echelon.environment import RECORD_DIR
 from echelon.zoo.entry import Setting
 from echelon.zoo.train.launcher import launch_module, launcher_options
 from echelon.zoo.train.output import forget, output_directory
@@ -29,10 +33,18 @@ def train_words(words: Sequence[str]) -> int:
         sorted_words.run["fresh"] = "false"
 
     def forget_earlier() -> None:
+        _write_there(output_directory(resolved))
         if resolved["fresh"]:
             forget(output_directory(resolved))
 
     return launch_module(MODULE, sorted_words.again(), resolved.launch, forget_earlier)
+
+
+def _write_there(directory: Path) -> None:
+    """Where the ranks write down what happens, the launcher does, too."""
+    os.environ[RECORD_DIR] = str(directory)
+    with contextlib.suppress(OSError):  # the ranks refuse it, in one line
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 def help_text() -> str:

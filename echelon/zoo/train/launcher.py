@@ -27,8 +27,8 @@ def launcher_options() -> dict[str, bool]:
 def launch_module(module: str, args: list[str], options: Mapping[str, str | bool], first: Callable[[], None]) -> int:
     """As ``echelon run [options] -m module args``; ``first`` is done once all that was asked for is found right."""
     from echelon.cli import checked_job
-    from echelon.launch.run import launch
-    from echelon.launch.schedulers.surroundings import started_elsewhere
+    from echelon.launcher.run import launch
+    from echelon.launcher.schedulers.surroundings import started_elsewhere
 
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
     with run_command().make_context("echelon train", [*words, "-m", module, *args]) as context:

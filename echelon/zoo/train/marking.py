@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.annotate import annotate, pipeline, replicate, split, stage
+from echelon.annotation import annotate, pipeline, replicate, split, stage
 from echelon.errors import UsageError, nearest
 from echelon.zoo.entry import Model, Request
 

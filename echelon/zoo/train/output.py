@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from echelon.record.files import is_record
 from echelon.zoo.train.hooks.evaluation import FILE as EVALUATIONS
 from echelon.zoo.train.resolve import Resolved
 
@@ -19,3 +20,6 @@ def forget(directory: Path) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("metrics.jsonl", EVALUATIONS):
         (directory / name).unlink(missing_ok=True)
+    for path in directory.glob("*.json*"):
+        if is_record(path.name):
+            path.unlink(missing_ok=True)

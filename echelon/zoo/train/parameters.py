@@ -151,7 +151,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         ("stop_at_step", 100, "0: train all epochs, as where num_epochs is asked for and this is not"),
         ("log_loss_every_n_iters", 10, ""),
         ("profile_every_n_iters", 0, "a timeline every so many steps; 0: none"),
-        ("profile_at_task", 0, "the rank that writes it"),
+        ("profile_at_task", None, "of this rank alone, with its operators; by default of all on one clock", int | None),
         ("log_device_placement", False, "print which module is on which devices"),
         ("save_checkpoints_steps", 0, "a checkpoint every so many steps, and at the end; 0: at the end only"),
         ("keep_checkpoint_max", 3, "how many of them to keep"),
@@ -163,6 +163,6 @@ PARAMETERS: tuple[Parameter, ...] = (
         "speed",
         ("use_fp16", True, "16-bit arithmetic: bf16 where the GPU has it, else fp16; on a CPU off, and it says so"),
         ("loss_scale", "1.0", "of fp16: a number, or dynamic"),
-        ("compile", False, "compile the model with torch.compile: slow to start, then quicker"),
+        ("compile", False, "true or false insists; left out, a GPU's run compiles repeated blocks, or the model"),
     ),
 )

@@ -34,6 +34,12 @@ def resolved_lines(resolved: Resolved) -> list[str]:
     return lines
 
 
+def recorded_settings(resolved: Resolved) -> dict[str, tuple[Any, str]]:
+    """The same for run.json: every parameter's value and who chose it."""
+    values = {name: (value.value, value.origin) for name, value in resolved.values.items()}
+    return values | {name: (value, "strategy") for name, value in resolved.strategy.items()}
+
+
 def _shown(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import echelon
 from echelon.data import Loader
 from echelon.data.download import local
 from echelon.errors import UsageError
+from echelon.zoo.datasets.tokens.packing import packing
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.hooks import Hooks
@@ -27,12 +27,12 @@ from echelon.zoo.train.marking import mark
 from echelon.zoo.train.optimizers import make_optimizer
 from echelon.zoo.train.output import forget, output_directory
 from echelon.zoo.train.rates import make_schedule, stretch
-from echelon.zoo.train.report import final_line, resolved_lines
+from echelon.zoo.train.report import final_line, recorded_settings, resolved_lines
 from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
 from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, sizes
 from echelon.zoo.train.statistics import show, statistics
 from echelon.zoo.train.stopwatch import Stopwatch
-from echelon.zoo.train.strategies import make_strategy
+from echelon.zoo.train.strategies import make_strategy, plans
 from echelon.zoo.train.words import sort_words
 
 
@@ -136,7 +136,8 @@ class Run:
         resolved = with_sizes(resolved, sizes(resolved.request), str(resolved["model_config_file_name"]))
         if "://" in (resolved["dataset_dir"] or ""):
             resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
-        self.data: Data = resolved.dataset.open(resolved.request)
+        data: Data = resolved.dataset.open(resolved.request)
+        self.data = packing(data, resolved.request, echelon.device(), planned=plans(resolved))
         self.resolved = resolved.told(self.data)
         self.request: Request = self.resolved.request
 
@@ -147,11 +148,7 @@ class Run:
         mark(model, self.resolved.model, request)
         if self.data.arrive is not None:
             model.register_forward_pre_hook(_arriving(self.data.arrive))
-        if device.type == "cuda" and request.task == "classify_images":
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.to(device)
-        if request["compile"]:
-            model.compile()
         strategy, notices = make_strategy(self.resolved, device)
         optimizer = make_optimizer(model, request)
         self._schedule = make_schedule(optimizer, request)
@@ -167,6 +164,7 @@ class Run:
             checkpoint=self._checkpoint(),
             log=self._log(),
         )
+        self.engine.record.settings(recorded_settings(self.resolved))
         for line in (*news, *notices):
             self.say(line)
 
@@ -184,7 +182,8 @@ class Run:
         for line in (*resolved_lines(self.resolved), f"  data: {self.data.about}"):
             print(f"echelon: {line}", flush=True)
         if self.request["print_model_statistics"]:
-            batch = next(iter(Loader(self.data.train, batch_size=2, shuffle=False, **self.data.loader)))
+            rows = getattr(self.data.train, "padded", self.data.train)  # two packed ones are mostly filling
+            batch = next(iter(Loader(rows, batch_size=2, shuffle=False, **self.data.loader)))
             found = statistics(self.model, batch, self.request["optimizer"], self.request["batch_size"])
             print(show(found), flush=True)
 

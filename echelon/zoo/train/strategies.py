@@ -23,6 +23,7 @@ def asked_strategy(resolved: Resolved) -> Strategy:
         "--split": resolved["split"],
         "--marks": resolved["marks"],
         "--auto": asked.auto,
+        "--plan": PLAN in os.environ,
         "--shard 3": shard and shard.level == 3,
     }
     named = next((flag for flag, is_on in cutting.items() if is_on), None)
@@ -37,6 +38,11 @@ def _values(resolved: Resolved) -> dict[str, Any]:
         if "clip" in values:
             raise UsageError("--max_gradient_norm and --clip are one thing; give one of them")
         values["clip"] = resolved["max_gradient_norm"]
+    if not resolved["use_fp16"]:
+        values.setdefault("amp", False)  # left open, a GPU would take bf16 by itself
+    if resolved.is_asked("compile"):
+        fast = values.get("fast")
+        values["fast"] = {**(fast if isinstance(fast, Mapping) else {}), "compile": resolved["compile"]}
     if values.get("recompute") is True and resolved.model.recompute:
         values["recompute"] = {"checkpoints": list(resolved.model.recompute)}
     return values
@@ -44,10 +50,11 @@ def _values(resolved: Resolved) -> dict[str, Any]:
 
 def _is_only_advised(resolved: Resolved) -> bool:
     """A norm that the model advises gives way to a plan, which says all about a step."""
-    return not resolved.is_asked("max_gradient_norm") and (_plans(resolved) or "clip" in resolved.strategy)
+    return not resolved.is_asked("max_gradient_norm") and (plans(resolved) or "clip" in resolved.strategy)
 
 
-def _plans(resolved: Resolved) -> bool:
+def plans(resolved: Resolved) -> bool:
+    """Whether a plan that was found cuts the model, as it sees fit."""
     return PLAN in os.environ or resolved.strategy.get("auto") not in (None, False)
 
 

@@ -49,6 +49,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.spans)
 
+    def used(self) -> Numbers:
+        """How many tokens of each row are no padding."""
+        first, second = self.spans[:, 1], self.spans[:, 3]
+        return np.where(second > 0, first + second + 3, first + 2)
+
     def make(self, indices: Indices) -> Made:
         first, first_length, second, second_length = self.spans[indices].T[:, :, None]
         at = np.arange(self.length)[None]

@@ -1,7 +1,8 @@
-"""ProfilerHook: a timeline of every ``profile_every_n_iters``-th step, as rank ``profile_at_task`` saw it.
+"""ProfilerHook: a timeline of every ``profile_every_n_iters``-th step.
 
-Written as Chrome's trace JSON (chrome://tracing, Perfetto) to ``timeline/step-000100-rank-0.json``. Between two such
-steps the profiler is off.
+Of all ranks on one clock, in ``timeline/step-000100/`` (see echelon/timeline). Or, where ``profile_at_task`` names one,
+of that rank alone with every operator, as torch's profiler has it, in ``timeline/step-000100-rank-0.json``. Both open
+in Perfetto and chrome://tracing. Between two such steps nothing is recorded.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from echelon.errors import UsageError
+from echelon.timeline.files import FOLDER
+from echelon.timeline.recording import Recording
 from echelon.zoo.train.hooks.every import steps_of
 from echelon.zoo.train.hooks.hook import Hook, Run
 
 
 class ProfilerHook(Hook):
     def __init__(self) -> None:
+        self._recording: Recording | None = None
         self._running: profile | None = None
-        self._step = 0  # the one that is profiled
+        self._step = 0  # the one that is recorded
 
     def begin(self, run: Run) -> None:
         self._every = steps_of(run.request, "profile_every_n_iters")
-        self._rank: int = run.request["profile_at_task"]
+        self._rank: int | None = run.request["profile_at_task"]
         ranks = run.engine.world.size
-        if self._every and not 0 <= self._rank < ranks:
+        if self._every and self._rank is not None and not 0 <= self._rank < ranks:
             raise UsageError(
                 f"--profile_at_task {self._rank}: this job has {ranks} ranks; give one from 0 to {ranks - 1}"
             )
@@ -39,6 +43,8 @@ class ProfilerHook(Hook):
         self._start_in_time(run)
 
     def end(self, run: Run) -> None:
+        if self._recording is not None:
+            self._recording.close(run.engine)
         if self._running is not None:  # its step never came
             self._running.stop()
             self._running = None
@@ -47,16 +53,27 @@ class ProfilerHook(Hook):
         if not self._every or self._step or (run.steps + 1) % self._every:
             return
         self._step = run.steps + 1
-        if run.engine.world.rank != self._rank:
-            return
-        on_gpu = run.engine.world.device.type == "cuda"
+        if self._rank is None:
+            folder = run.directory / FOLDER / f"step-{self._step:06d}"
+            self._recording = Recording(str(self._step), "--profile_every_n_iters", folder)
+            self._recording.start(run.engine)
+        elif run.engine.world.rank == self._rank:
+            self._start_profile(on_gpu=run.engine.world.device.type == "cuda")
+
+    def _start_profile(self, *, on_gpu: bool) -> None:
         if on_gpu:
             torch.cuda.synchronize()  # what earlier steps left running is no part of this one
         self._running = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
         self._running.start()
 
     def _finish(self, run: Run) -> None:
-        path = run.directory / "timeline" / f"step-{self._step:06d}-rank-{self._rank}.json"
+        if self._recording is not None:
+            self._recording = self._recording.after(run.engine)
+        if self._rank is not None:
+            self._finish_profile(run, run.directory / FOLDER / f"step-{self._step:06d}-rank-{self._rank}.json")
+        self._step = 0
+
+    def _finish_profile(self, run: Run, path: Path) -> None:
         if self._running is not None:
             if run.engine.world.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -64,7 +81,6 @@ class ProfilerHook(Hook):
             _write(self._running, path)
             self._running = None
         run.say(f"step {self._step}: timeline of rank {self._rank} in {path}")
-        self._step = 0
 
 
 def _write(profiled: profile, path: Path) -> None:

@@ -1,0 +1,30 @@
+"""Batches of sequences of different length, laid one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from echelon.data.padding import is_sequence, value_of
+from echelon.nn.packed import MULTIPLE, pack
+
+
+def pack_collate(samples: Sequence[Any], multiple: int = MULTIPLE, pad_value: Any = 0) -> Any:
+    """One batch from ``samples``; every field that is a sequence becomes an ``echelon.nn.Packed``.
+
+    A sample is a field or a tuple or dict of fields. Sequences are tensors and arrays with a dimension, and lists of
+    numbers; what else there is, labels say, torch's ``default_collate`` takes. ``pad_value`` fills the row's end, which
+    belongs to no sample: one number, or one for each field, as in ``pad_collate``.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {k: pack_collate([s[k] for s in samples], multiple, value_of(pad_value, k)) for k in first}
+    if isinstance(first, tuple):
+        columns = list(zip(*samples, strict=True))
+        fields = [pack_collate(column, multiple, value_of(pad_value, at)) for at, column in enumerate(columns)]
+        return type(first)(*fields) if hasattr(first, "_fields") else fields
+    if is_sequence(first):
+        return pack(samples, multiple=multiple, fill=pad_value)
+    return default_collate(list(samples))

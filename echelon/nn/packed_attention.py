@@ -1,0 +1,59 @@
+"""Attention inside each sequence of a packed row.
+
+On a GPU in 16 bits it is flash attention (Dao 2023) in its form for sequences of different length, dropout included:
+torch's own kernel, by the operator that its nested tensors use. ``torch.nn.attention.varlen`` wraps the same kernel
+without dropout. Elsewhere the tokens are laid out in rows for torch's attention, and brought back: the same numbers,
+and only attention pays for padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from echelon.nn.packed import Bounds
+
+FLASH_TYPES = (torch.float16, torch.bfloat16)
+FLASH_WIDTH = 256  #: of a head, at most; and a multiple of 8
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *, causal: bool = False, dropout: float = 0.0
+) -> Tensor:
+    """[t, heads, width] to the same: each token looks at those of its own sequence (``causal``: at none behind it)."""
+    if has_torch_function((q, k, v)):
+        mixed: Tensor = handle_torch_function(
+            packed_attention, (q, k, v), q, k, v, bounds, causal=causal, dropout=dropout
+        )
+        return mixed
+    if q.is_cuda and q.dtype in FLASH_TYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= FLASH_WIDTH:
+        return _flash(q, k, v, bounds, causal, dropout)
+    return _in_rows(q, k, v, bounds, causal, dropout)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, causal: bool, dropout: float) -> Tensor:
+    offsets, longest = bounds
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, offsets, offsets, longest, longest, dropout, causal, False
+    )[0]
+    return out
+
+
+def _in_rows(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, causal: bool, dropout: float) -> Tensor:
+    tokens, rows, longest = q.shape[0], bounds.offsets.shape[0] - 1, bounds.longest
+    where = bounds.owners(tokens) * longest + bounds.places(tokens)
+    # a row without tokens looks at a zero: looking at nothing is not a number
+    lengths = (bounds.offsets[1:] - bounds.offsets[:-1]).clamp(min=1)
+    at = torch.arange(longest, device=q.device)
+    seen = (at < lengths[:, None])[:, None, None]
+    if causal:
+        seen = seen & (at <= at[:, None])
+
+    def in_rows(x: Tensor) -> Tensor:
+        room = x.new_zeros(rows * longest, *x.shape[1:])
+        return room.index_copy(0, where, x).view(rows, longest, *x.shape[1:]).transpose(1, 2)
+
+    mixed = F.scaled_dot_product_attention(in_rows(q), in_rows(k), in_rows(v), attn_mask=seen, dropout_p=dropout)
+    return mixed.transpose(1, 2).flatten(0, 1).index_select(0, where)
