@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Writer:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self.saved: Callable[[Path], None] | None = None  #: told of every checkpoint that has become complete
 
     def save(
         self,
@@ -73,6 +74,7 @@ class Writer:
         save.share(tensors, facts)
         if wait if wait is not None else not self._asynchronous:
             save.write()
+            self._tell(save)
         else:
             save.stage(self._staging)
             self._thread = threading.Thread(target=self._write, args=(save,), name=f"checkpoint of step {step}")
@@ -94,9 +96,14 @@ class Writer:
         self.wait()
         self._peers.close()
 
+    def _tell(self, save: Save) -> None:
+        if self.saved is not None:
+            self.saved(save.final)
+
     def _write(self, save: Save) -> None:
         try:
             save.write()
+            self._tell(save)
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:

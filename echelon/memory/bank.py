@@ -50,7 +50,7 @@ class Bank:
     def make(room: int, nbytes: int) -> Bank:
         """In new memory, all of it taken now: later there would be no way to say that there is none left."""
         size = Bank.size(room, nbytes)
-        if size > (free := _free_memory()) * (1 - _LEFT):
+        if size > (free := free_memory()) * (1 - _LEFT):
             raise MemoryError(f"{size >> 20} MB are wanted and {free >> 20} MB are free")
         fd = os.memfd_create("echelon-copies")
         try:
@@ -99,7 +99,7 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Of the host, or of the container that we are in."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10

@@ -12,8 +12,8 @@ from echelon.environment import COPIES, MEMORY
 from echelon.memory.server import Server
 
 if TYPE_CHECKING:
-    from echelon.launch.companion import Round
-    from echelon.launch.failure import Failure
+    from echelon.launcher.companion import Round
+    from echelon.launcher.failure import Failure
 
 _ADDRESS, _KEY = "memory", "memory_key"  # on the card
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.launch.secret import Stranger, admit
+from echelon.launcher.secret import Stranger, admit
 from echelon.memory import wire
 from echelon.memory.bank import Bank
 from echelon.memory.wire import Garbled, Refused

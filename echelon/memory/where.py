@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from echelon.environment import COPIES, MEMORY, whole_number
-from echelon.launch.secret import find_token
+from echelon.launcher.secret import find_token
 from echelon.memory.wire import Line
 
 _engines = itertools.count()

@@ -7,7 +7,7 @@ import json
 import socket
 from typing import Any
 
-from echelon.launch.secret import Stranger, prove
+from echelon.launcher.secret import Stranger, prove
 
 #: No message is longer; the table of a hundred thousand tensors is a third of it.
 LONGEST = 32 << 20

@@ -7,8 +7,8 @@ given, batch norm in evaluation mode is the forward, and its backward yields all
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,14 +24,22 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 _idle = False
 
 
-@contextlib.contextmanager
-def idle(active: bool) -> Iterator[None]:
+class idle:
     """While active, this rank runs a stand-in batch: it takes part in every collective but counts for nothing."""
-    global _idle  # noqa: PLW0603 - a fact about the whole process, read deep inside the user's model
-    _idle = active
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_active",)
+
+    def __init__(self, active: bool) -> None:
+        self._active = active
+
+    def __enter__(self) -> None:
+        global _idle  # noqa: PLW0603 - a fact about the whole process, read deep inside the user's model
+        _idle = self._active
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _idle  # noqa: PLW0603
         _idle = False
 
 

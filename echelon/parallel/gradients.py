@@ -6,14 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
 from echelon.parallel.clip import Census
 from echelon.parallel.dgc import SparseMomentum
 from echelon.parallel.precision import Scaler
-from echelon.parallel.reduce import Passes, once
-from echelon.parallel.tally import StagedTally, Tally
+from echelon.parallel.reduce import Passes, Reducer, once
+from echelon.parallel.tally import StagedTally, TakesAlong, Tally
 from echelon.plan import Plan
 from echelon.watch.clock import Clock
 
@@ -55,12 +56,14 @@ class Gradients:
     ) -> None:
         self._plan, self._scaler, self._census, self._sums = plan, scaler, census, sums
         self._parameters, self._held, self._reducers = parameters, held, reducers
+        self._all = list({id(each): each for each in (*parameters.values(), *held.values())}.values())
         self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
         self._owned = {key: [p for group in o.param_groups for p in group["params"]] for key, o in optimizers.items()}
         trainable = {spec.name: spec.trainable for spec in plan.model}
         self._frozen = [(name, parameter) for name, parameter in parameters.items() if not trainable[name]]
         self._sum = plan.reduce_op == "sum"
+        self._final = plan.lean is not None  # applied while backward runs: nothing can be put right afterwards
         self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: every pass is reduced at once
         # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
         self._plain = not reducers and plan.gradient_merge == 1
@@ -70,6 +73,7 @@ class Gradients:
         self._own_samples = 0.0  # and this rank alone
         self.weights: Tensor | float = 0.0  #: sum of what this rank's losses were multiplied by
         self._boost = 1.0  # beyond the loss scale, see ``_weight``
+        self._carrier: TakesAlong | None = None  # see ``ride``
         self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
         self._stale = True  # those of a finished update stay readable until the next backward begins
 
@@ -110,12 +114,28 @@ class Gradients:
             self._arm(self._owned, step, passes)
         backward(weight)
         clock.lap("backward")
-        self.merged_samples, self._own_samples = self.merged_samples + tally.samples, self._own_samples + samples
-        if self.ready:
-            self._finish(self._owned, step)
-            clock.lap("communicate")
-        elif self.holds_sums:
+        self._own_samples += samples
+        if not tally.rides:
+            self.merged_samples = self.merged_samples + tally.samples
+        if self.ready or self.holds_sums:
             self._reduce(self._owned)
+        if tally.rides:
+            self.merged_samples = tally.samples
+        if self.ready:
+            self._settle(self._owned, step)
+            clock.lap("communicate")
+
+    def meet(self, group: dist.ProcessGroup | None) -> None:
+        """``group``: who knows of one global loss in every step."""
+        if group is None or len(self._reducers) > 1 or self._plan.gradient_merge > 1:
+            return
+        for reducer in self._reducers.values():
+            self._carrier = reducer if isinstance(reducer, Reducer) and reducer.takes_along(group) else None
+
+    @property
+    def ride(self) -> TakesAlong | None:
+        """What can take a step's loss along. Not where the number of samples must be known before backward."""
+        return self._carrier if self.assumed is not None else None
 
     def add_local(self, loss: Tensor) -> None:
         """Backward and nothing else; ``reduce`` follows when the user says so."""
@@ -130,16 +150,19 @@ class Gradients:
         if self._together and not self._sum:
             self._scale(samples / tally.samples)
         self._arm(chosen, step)
-        self._finish(chosen, step)
+        self._reduce(chosen)
+        self._settle(chosen, step)
 
     def applied(self) -> None:
         """The optimizer has used them."""
         self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
         self.weights = 0.0
+        if self._final:
+            self.assumed = None  # so that the next step waits for its own count
 
     def clear(self) -> None:
         if self._stale:
-            for parameter in (*self._parameters.values(), *self._held.values()):
+            for parameter in self._all:
                 parameter.grad = None
             self._stale = False
 
@@ -212,8 +235,8 @@ class Gradients:
     def _sparsity(self, key: str, step: int) -> float | None:
         return self._compressors[key].sparsity(step) if key in self._compressors else None
 
-    def _finish(self, optimizers: Collection[str], step: int) -> None:
-        self._reduce(optimizers)
+    def _settle(self, optimizers: Collection[str], step: int) -> None:
+        """They are reduced: put right what was assumed, and see whether they can be used."""
         if not (self._sum or self._plain or self.empty):
             self._correct(self.merged_samples)
         self.overflowed = self._scaler.active and not self._all_finite(optimizers)

@@ -24,10 +24,17 @@ def rate_factor(plan: Plan, step: int, replicas: int | None = None) -> float:
     return 1.0 + (full - 1.0) * warm
 
 
-@contextlib.contextmanager
-def scaled_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+def scaled_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> contextlib.AbstractContextManager[None]:
     """For one step only: schedules that go on from the rate they find must not find the scaled one."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    return _AS_GIVEN if factor == 1.0 else _multiplied(optimizers, factor)
+
+
+_AS_GIVEN = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _multiplied(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     given = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * factor

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +25,7 @@ from echelon.parallel.collective import gather_json
 from echelon.parallel.offload import HostStore
 from echelon.plan.memory import SavedBytes, forget
 from echelon.plan.segments import Segments, cut_chain
+from echelon.untraced import untraced
 
 Spans = tuple[tuple[str, ...], ...]  # keys of a Sequential's children that are recomputed together
 
@@ -157,7 +157,7 @@ def _pieces(keys: Sequence[str], spans: Spans) -> Iterator[tuple[Sequence[str], 
         at += len(span) if whole else 1
 
 
-@_disable_dynamo
+@untraced
 def _cut(sequential: nn.Module, value: Any, group: dist.ProcessGroup | None) -> Spans:
     """Where to cut a chain, from what its children keep of this batch. Rank 0's batch decides for all ranks: with
     different cuts, synchronized batch norm would wait for ever."""
@@ -209,7 +209,7 @@ def _compiles(modules: Iterable[nn.Module]) -> bool:
     return all(isinstance(module, BatchNorm) or not module._buffers for module in inside)
 
 
-@_disable_dynamo
+@untraced
 def _recompute_eagerly(
     function: Callable[..., Any],
     modules: Sequence[nn.Module],

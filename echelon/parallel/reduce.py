@@ -9,6 +9,9 @@ Buckets that DGC compresses stay where they are, or are reduced inside the host 
 
 A parameter that no rank used keeps ``grad = None``, as in one process: a zero instead would let weight decay and
 momentum move it. Each bucket therefore carries one flag a parameter behind the gradients: who used me?
+
+On a CPU the last bucket takes a step's loss and number of samples along: a message of their own would cost a small
+model more than its gradients do.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from echelon.watch.activity import span, waiting
 
 Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
+
+
+SEATS = 3  # numbers that travel behind the flags of the last bucket
 
 
 def once(name: str) -> int:
@@ -62,10 +68,12 @@ class Reducer:
             for bucket in plan.buckets
             if bucket.optimizer == optimizer and place in bucket.places and carriers.get(bucket.axes)
         ]
+        dense = [bucket for bucket in mine if not bucket.sparse]
         self._buckets = [
-            _Bucket(bucket, parameters, plan, _carrier(plan, bucket, carriers), within)
-            for bucket in mine
-            if not bucket.sparse
+            _Bucket(
+                *(bucket, parameters, plan, _carrier(plan, bucket, carriers), within), SEATS * (bucket is dense[-1])
+            )
+            for bucket in dense
         ]
         self._sparse = [(b.parameters[0], parameters[b.parameters[0]], carriers[b.axes][0]) for b in mine if b.sparse]
         self._armed, self._compressing = False, False
@@ -81,6 +89,14 @@ class Reducer:
         self._armed, self._compressing, self._next = True, compressing, 0
         for bucket in self._buckets:
             bucket.reset(passes)
+
+    def takes_along(self, group: dist.ProcessGroup) -> bool:
+        """Whether numbers can be summed over ``group`` beside the gradients."""
+        return bool(self._buckets) and self._buckets[-1].takes_along(group)
+
+    def take_along(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Send ``SEATS`` numbers with the gradients; what is returned gives their sums, once ``finish`` is done."""
+        return self._buckets[-1].take_along(numbers)
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
@@ -114,12 +130,20 @@ class _Bucket:
         plan: Plan,
         group: dist.ProcessGroup,
         within: dist.ProcessGroup | None,
+        seats: int = 0,
     ) -> None:
         self.names, self._compressed = bucket.parameters, bucket.compressed
         self.parameters = [parameters[name] for name in bucket.parameters]
         self._size = sum(p.numel() for p in self.parameters)
         first = self.parameters[0]
-        self._row = torch.zeros(self._size + len(self.parameters), dtype=first.dtype, device=first.device)
+        self._group = group
+        exact = plan.wire is None and not bucket.compressed and first.dtype in (torch.float32, torch.float64)
+        seats = seats if exact and first.device.type == "cpu" else 0
+        self._row = torch.zeros(self._size + len(self.parameters) + seats, dtype=first.dtype, device=first.device)
+        behind = self._row[self._size :]
+        self._flags, self._seats = behind[: len(self.parameters)], behind[len(self.parameters) :]
+        self._passengers: Sequence[float] = (0.0,) * seats
+        self._seat = self._seats.numpy() if seats else None  # the same memory, without an operation of torch's
         self._slots = _views(self._row, self.parameters)
         self._scaled = plan.wire == "fp16"
         number = plan.buckets.index(bucket)
@@ -158,23 +182,26 @@ class _Bucket:
 
     def reset(self, passes: Passes) -> None:
         self._under_way = None
-        self._waiting = {i: passes(name) for i, name in enumerate(self.names)}
+        every = range(len(self.names))
+        self._waiting = dict.fromkeys(every, 1) if passes is once else {i: passes(self.names[i]) for i in every}
 
     @torch.no_grad()
     def send(self, compressing: bool) -> None:
-        self._refuse_sparse()
         over = self._sum_within if compressing and self._compressed else self._sum
+        made = [p.grad for p in self.parameters]
+        self._refuse_sparse(made)
         if over is None:  # every rank keeps its own gradients; DGC takes them from here
             return
-        self._missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        slots = [slot for i, slot in enumerate(self._slots) if i not in self._missing]
-        torch._foreach_copy_(slots, grads)
+        self._missing = [i for i, grad in enumerate(made) if grad is None]
+        slots = [slot for slot, grad in zip(self._slots, made, strict=True) if grad is not None]
+        torch._foreach_copy_(slots, [grad for grad in made if grad is not None])
         for i in self._missing:
             self._slots[i].zero_()
-        self._row[self._size :] = self._flag()
+        self._flags.fill_(self._flag())
         for i in self._missing:
-            self._row[self._size + i] = 0
+            self._flags[i] = 0
+        if self._seat is not None:
+            self._seat[:] = self._passengers
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot  # the gradient autograd made is free from here on
         self._under_way = over
@@ -198,14 +225,22 @@ class _Bucket:
         self._under_way.finish()
         self._under_way = None
         if self._missing:
-            used = self._row[self._size :].tolist()
+            used = self._flags.tolist()
             for i in self._missing:
                 if not used[i]:
                     self.parameters[i].grad = None
 
-    def _refuse_sparse(self) -> None:
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse:
+    def takes_along(self, group: dist.ProcessGroup) -> bool:
+        ours, asked = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
+        return bool(self._passengers) and set(ours) == set(asked)
+
+    def take_along(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        self._passengers, seats = numbers, self._seats
+        return seats.tolist
+
+    def _refuse_sparse(self, made: Sequence[Tensor | None]) -> None:
+        for name, grad in zip(self.names, made, strict=True):
+            if grad is not None and grad.is_sparse:
                 raise UsageError(
                     f"'{name}' has a sparse gradient, but it is not the weight of an Embedding or EmbeddingBag with "
                     "sparse=True; use one of those, or sparse=False"

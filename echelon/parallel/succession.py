@@ -46,6 +46,10 @@ def _successor(
         return lars_from(given, coeff=s.coeff, weight_decay=s.weight_decay, eps=s.eps, exclude=undecayed)
     if plan.lamb is not None:
         return lamb_from(given, weight_decay=plan.lamb.weight_decay, eps=plan.lamb.eps, exclude=undecayed)
+    if plan.lean is not None:
+        from echelon.lean.adam import LeanAdam
+
+        return LeanAdam(given, plan.lean, named)
     if peers is not None:
         return SparseMomentum(given, plan, key, named, peers)
     return given

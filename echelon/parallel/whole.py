@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,27 +23,29 @@ def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts:
 
     Tied weights are there under each of their names, as in ``state_dict()``.
     """
-    found = _by_first_names(holdings, control, in_parts)
+    found = put_together(holdings.tensors(), holdings.speaks, control if in_parts else None)
     return found | {second: found[first] for second, first in model_aliases(holdings.model).items()}
 
 
-def _by_first_names(holdings: Holdings, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
-    mine = holdings.tensors()
-    if control is None or not in_parts:
+@torch.no_grad()
+def put_together(
+    mine: dict[str, Tensor | Part], speaks: Collection[str], control: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Whole tensors from what each rank has of them and ``speaks`` for; ``control=None``: what is here is whole."""
+    if control is None:
         return {name: _plain(value).cpu().clone() for name, value in mine.items()}
-    offers = gather_json({name: _facts(value) for name, value in mine.items() if name in holdings.speaks}, control)
+    spoken = {name: value for name, value in mine.items() if name in speaks}
+    offers = gather_json({name: _facts(value) for name, value in spoken.items()}, control)
     merged: dict[str, Any] = {name: facts for offer in reversed(offers) for name, facts in offer.items()}
-    return {name: _assembled(name, facts, mine, holdings, control) for name, facts in sorted(merged.items())}
+    return {name: _assembled(name, facts, spoken, control) for name, facts in sorted(merged.items())}
 
 
-def _assembled(
-    name: str, facts: list[Any], mine: dict[str, Tensor | Part], holdings: Holdings, control: dist.ProcessGroup
-) -> Tensor:
+def _assembled(name: str, facts: list[Any], spoken: dict[str, Tensor | Part], control: dist.ProcessGroup) -> Tensor:
     """Each piece comes from one rank, zeros from the others: added as bytes, so that every type comes through."""
     shape, dtype = tuple(facts[0]), getattr(torch, facts[1])
     whole = torch.zeros(shape, dtype=dtype)
-    if name in holdings.speaks:
-        value = mine[name]
+    if name in spoken:
+        value = spoken[name]
         part = value if isinstance(value, Part) else Part(value, Layout(shape))
         local = part.tensor.cpu()
         for box in part.layout.boxes():

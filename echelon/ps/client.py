@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from echelon.errors import PeerLost
 from echelon.ps.frame import Frame
 from echelon.ps.spec import JobSpec, TableSpec
 from echelon.ps.table import partition
+from echelon.watch.activity import activity
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -63,7 +65,10 @@ class Pulled:
 
     def rows(self) -> dict[str, Floats]:
         """By table, the rows in the order in which their ids were asked for. Waits for the answers."""
+        since = monotonic() if activity.recorder is not None else 0.0
         frames = [answer.result() for answer in self.answers]
+        if activity.recorder is not None:
+            activity.recorder.served("pull", since)
         self.versions = [int(frame.head["version"]) for frame in frames]
         self.dense = [frame.arrays[1] for frame in frames if len(frame.arrays) > 1]
         at = [0] * len(frames)
@@ -162,8 +167,8 @@ class Client:
         shares = {name: Share.of(ids, len(self.links)) for name, ids in wanted.items()}
         widths = {name: self._width(name, state) for name in wanted}
         commit = self._commit() if not peek else None
-        answers = []
-        for server, link in enumerate(self.links):
+        frames = []
+        for server in range(len(self.links)):
             head = {
                 "op": "pull",
                 "worker": self.worker,
@@ -175,8 +180,8 @@ class Client:
                 "state": state,
             }
             ids = [share.cut(share.ids, server) for share in shares.values()]
-            answers.append(link.send(Frame(head, [_joined(ids, np.dtype(np.int64))])))
-        return Pulled(shares, widths, answers)
+            frames.append(Frame(head, [_joined(ids, np.dtype(np.int64))]))
+        return Pulled(shares, widths, self._send("pull", frames))
 
     def _width(self, name: str, state: bool) -> int:
         from echelon.ps.rules import state_width
@@ -188,10 +193,9 @@ class Client:
 
     def push(self, update: Update, versions: Sequence[int] | None = None) -> None:
         """Send a step's update to every server; their answers are read later."""
-        sent = []
-        for server, link in enumerate(self.links):
-            sent.append(link.send(self._push_frame(update, server, (versions or self._versions)[server])))
-        self._under_way.append(sent)
+        known = versions or self._versions
+        frames = [self._push_frame(update, server, known[server]) for server in range(len(self.links))]
+        self._under_way.append(self._send("push", frames))
         self.seq += 1
 
     def _push_frame(self, update: Update, server: int, version: int) -> Frame:
@@ -233,7 +237,10 @@ class Client:
         Others may have been answered, too. They are left: what a step sees must not depend on who was quick.
         """
         while len(self._under_way) > leave:
+            since = monotonic() if activity.recorder is not None else 0.0
             answers = self._gather(self._under_way.popleft())
+            if activity.recorder is not None:
+                activity.recorder.served("push", since)
             self.staleness += [int(answer.head.get("staleness", 0)) for answer in answers]
             if all(answer.arrays for answer in answers):
                 self._newest = [answer.arrays[0] for answer in answers]
@@ -262,6 +269,14 @@ class Client:
         self.seq, self._committed = seq, seq - 2  # whether the one before was committed is not known: say it again
 
     # ---- inside ----
+
+    def _send(self, kind: str, frames: Sequence[Frame]) -> list[Future[Frame]]:
+        """To each server its own."""
+        since = monotonic() if activity.recorder is not None else 0.0
+        answers = [link.send(frame) for link, frame in zip(self.links, frames, strict=True)]
+        if activity.recorder is not None:
+            activity.recorder.asked(kind, since, frames, answers)
+        return answers
 
     def _all(self, head: dict[str, Any]) -> list[Frame]:
         return self._gather([link.send(Frame({**head, "worker": self.worker})) for link in self.links])

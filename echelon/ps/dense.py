@@ -1,4 +1,7 @@
-"""A server's blocks of the dense parameters, and the torch optimizer that moves them."""
+"""A server's blocks of the dense parameters, and the torch optimizer that moves them.
+
+Torch is imported where there are blocks: a server of tables alone starts in a third of the time without it.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,23 @@ import json
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from echelon import optim
 from echelon.errors import EchelonError, UsageError
 from echelon.ps.spec import Block, DenseRule, JobSpec
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
 Floats = NDArray[np.float32]
 
-KINDS: dict[str, Any] = {
-    **{kind: getattr(torch.optim, kind) for kind in ("SGD", "Adagrad", "Adam", "AdamW")},
-    **{kind: getattr(optim, kind) for kind in ("FTRL", "LARS", "LAMB")},
-}
+#: Optimizers of torch, and ours.
+TORCHS, OURS = ("SGD", "Adagrad", "Adam", "AdamW"), ("FTRL", "LARS", "LAMB")
+KINDS = (*TORCHS, *OURS)
 #: These look at norms of whole parameters; the others at one element at a time.
 LAYERWISE = ("LARS", "LAMB")
 #: What a group may say beside its optimizer's settings: parameters without decay and trust ratio.
@@ -56,7 +59,7 @@ class Dense:
         self._values: Floats | None = None
         self._stretches = _stretches(self.blocks, job.dense)
         self._runs = _runs(self._stretches)
-        self._parameters = _parameters(self._stretches, torch.device(job.device))
+        self._parameters = _parameters(self._stretches, job.device) if self.blocks else []
         self._optimizer = _optimizer(job.dense, self._stretches, self._parameters) if self.size else None
 
     # ---- reading ----
@@ -85,6 +88,8 @@ class Dense:
         """One step of the optimizer, with the settings of its groups as they are now."""
         if self._optimizer is None:
             return
+        import torch
+
         with self._mutex:
             self._adjust(groups)
             for parameter in self._parameters:
@@ -96,6 +101,8 @@ class Dense:
 
     def add(self, change: Floats) -> None:
         """Values plus a change: what geo workers send."""
+        import torch
+
         with self._mutex, torch.no_grad():
             changes = [torch.empty_like(parameter) for parameter in self._parameters]
             self._scatter(change, changes)
@@ -142,6 +149,8 @@ class Dense:
             self._values = None
 
     def _restore_state(self, stretch: Stretch, name: str, array: NDArray[Any]) -> None:
+        import torch
+
         assert self._optimizer is not None
         home = self._parameters[stretch.home]
         state = self._optimizer.state[home]
@@ -164,7 +173,7 @@ class Dense:
             if part.device.type == "cpu":
                 np.copyto(part.numpy(), flat[start:stop])
             else:
-                part.copy_(torch.from_numpy(flat[start:stop].copy()))
+                part.copy_(_tensor(flat[start:stop].copy()))
 
     def _gathered(self, sources: Sequence[Tensor]) -> Floats:
         flat = np.empty(self.size, np.float32)
@@ -189,14 +198,34 @@ def check(job: JobSpec) -> None:
     if entries > MAX_ENTRIES:
         raise UsageError(f"{entries} dense entries are more than a job may have ({MAX_ENTRIES})")
     try:
-        torch.empty(0, device=job.device)
-        if job.blocks:
-            samples = [nn.Parameter(torch.zeros(1)) for _ in range(max(1, len(job.dense.groups)))]
-            KINDS[job.dense.kind]([{"params": [p], **_of(job.dense, i)} for i, p in enumerate(samples)], **_rate(job))
+        if job.blocks or job.device != "cpu":
+            _try_out(job)
     except EchelonError:
         raise
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError) as error:
         raise UsageError(f"no {job.dense.kind} on {job.device}: {str(error).splitlines()[0]}") from None
+
+
+def _try_out(job: JobSpec) -> None:
+    import torch
+    from torch import nn
+
+    torch.empty(0, device=job.device)
+    if job.blocks:
+        samples = [nn.Parameter(torch.zeros(1)) for _ in range(max(1, len(job.dense.groups)))]
+        groups = [{"params": [p], **_of(job.dense, i)} for i, p in enumerate(samples)]
+        _kind(job.dense.kind)(groups, **_rate(job))
+
+
+def _kind(name: str) -> Any:
+    """The optimizer of that name."""
+    import torch
+
+    from echelon import optim
+
+    if name not in KINDS:
+        raise KeyError(name)
+    return getattr(optim if name in OURS else torch.optim, name)
 
 
 def check_settings(groups: Any, count: int) -> None:
@@ -264,7 +293,10 @@ def _runs(stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:
     return runs
 
 
-def _parameters(stretches: list[Stretch], device: torch.device) -> list[nn.Parameter]:
+def _parameters(stretches: list[Stretch], device: str) -> list[nn.Parameter]:
+    import torch
+    from torch import nn
+
     shapes: dict[int, tuple[int, ...]] = {}
     together: dict[int, int] = {}
     for stretch in stretches:
@@ -289,29 +321,35 @@ def _optimizer(rule: DenseRule, stretches: list[Stretch], parameters: list[nn.Pa
         for group in range(max(1, len(rule.groups)))
     ]
     layerwise = {"exclude": list(excluded.values())} if rule.kind in LAYERWISE else {}
-    made: torch.optim.Optimizer = KINDS[rule.kind](groups, **_rate(rule), **layerwise)
+    made: torch.optim.Optimizer = _kind(rule.kind)(groups, **_rate(rule), **layerwise)
     return made
 
 
 def _cut(tensor: Tensor, stretch: Stretch) -> Floats:
     """A block's entries of its parameter, or of a state of the same shape, in memory of their own."""
     part = tensor.detach().reshape(-1)[stretch.at : stretch.at + stretch.block.length]
-    found: Floats = part.to("cpu", torch.float32, copy=True).numpy()
+    found: Floats = part.float().cpu().numpy().copy()
     return found
 
 
 def _paste(tensor: Tensor, values: Floats, stretch: Stretch) -> None:
     source = np.ascontiguousarray(values, np.float32)
-    given = torch.from_numpy(source if source.flags.writeable else source.copy())
+    given = _tensor(source if source.flags.writeable else source.copy())
     tensor.detach().view(-1)[stretch.at : stretch.at + stretch.block.length].copy_(given)
 
 
+def _tensor(values: Floats) -> Tensor:
+    import torch
+
+    return torch.from_numpy(values)
+
+
 def _per_entry(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+    return hasattr(value, "dim") and value.dim() > 0
 
 
 def _single(value: Any) -> NDArray[Any]:
-    if isinstance(value, Tensor):
+    if hasattr(value, "item"):  # a tensor's
         return np.array([value.item()], np.float32)
     return np.array([value], np.int64)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from echelon.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY, PS_TOKEN, PS_TOKEN_FILE
 from echelon.errors import UsageError
-from echelon.launch.secret import find_token
+from echelon.launcher.secret import find_token
 
 #: The header that carries the token, in the form that HTTP gives it.
 HEADER, SCHEME = "authorization", "Bearer "

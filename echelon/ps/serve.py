@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from echelon.environment import PS_STATE
 from echelon.errors import EchelonError, PeerLost, UsageError
 from echelon.ps.frame import Frame
@@ -34,6 +32,7 @@ from echelon.ps.role import Role, find_role
 from echelon.ps.security import Security
 from echelon.ps.server import Server
 from echelon.ps.shard import Shard
+from echelon.record.servers import ServerFigures
 
 #: Seconds between two looks at who is there.
 LOOK = 0.1
@@ -52,11 +51,19 @@ def serve(role: Role, *, state: Path | None = None, security: Security | None = 
     """
     security = security or Security.from_environment(token=role.token or None)
     state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # each stream's thread would have helpers of its own, which burn what workers need
+    _without_helpers()
     post = Post(role, state, security)
     with _signals(post.stop):
         return post.hold()
+
+
+def _without_helpers() -> None:
+    """Each stream's thread would have helpers of its own in torch, which burn what workers need."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch is imported later, or never
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 class Post:
@@ -71,6 +78,7 @@ class Post:
         self.shard = Shard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
         self._server = Server(role.endpoints[role.index], self._handle, security)
         self._began = time.monotonic()
+        self._figures = ServerFigures(role.index, self.shard, lambda: self._server.traffic)
 
     def hold(self) -> int:
         """Serve until there is a reason not to; the exit code."""
@@ -80,7 +88,9 @@ class Post:
             self._revive()
             while not self._stop.wait(LOOK) and not self.shard.done():
                 self._check_company()
+                self._figures.look()
         finally:
+            self._figures.close()
             self._leave()
         return self._code
 

@@ -59,6 +59,11 @@ class Server:
         """Streams that are open now."""
         return self._port.frames.open
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of questions that came, and of answers that were given."""
+        return self._port.frames.bytes_in, self._port.frames.bytes_out
+
     def close(self, patience: float = 1.0) -> bool:
         """Stop listening; False if clients still hold streams after so many seconds (only they can end those)."""
         ended = threading.Thread(target=self._port.shutdown, daemon=True)
@@ -74,6 +79,7 @@ class _Streams:
         self._handler, self._most = handler, most
         self._lock = threading.Lock()
         self.open = 0
+        self.bytes_in = self.bytes_out = 0
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
@@ -90,12 +96,18 @@ class _Streams:
     def answer(self, batch: Any, gone: Callable[[], bool]) -> Any:
         """The batch that answers a batch."""
         try:
-            return to_batch(self._handler(from_batch(batch), gone))
+            return self._counted(batch, to_batch(self._handler(from_batch(batch), gone)))
         except EchelonError as error:
             return to_batch(Frame({"error": one_line(error)}))
         except Exception as error:
             log.exception("a request failed")
             return to_batch(Frame({"error": f"the server failed with {type(error).__name__}: {one_line(error)}"}))
+
+    def _counted(self, question: Any, answer: Any) -> Any:
+        with self._lock:
+            self.bytes_in += question.nbytes
+            self.bytes_out += answer.nbytes
+        return answer
 
     def act(self, name: str, body: bytes, gone: Callable[[], bool]) -> bytes:
         """The head that answers an action's head."""

@@ -223,6 +223,14 @@ class Shard(State):
         head["bytes"] = {name: table.memory() for name, table in self.tables.items()}
         return Frame(head | {"dense": self.dense.size, "silent": self._silences(), "broken": self.broken})
 
+    def figures(self) -> dict[str, Any]:
+        """What a run writes down of this server, of an open job."""
+        with self.lock:
+            stale = self.mode.staleness
+            old = None if self.job.mode == "sync" else {"mean": round(stale.mean(), 3), "max": stale.largest}
+            counts = {"pulls": self.counts["pulls"], "pushes": self.counts["pushes"]}
+        return {"rows": {name: len(table) for name, table in self.tables.items()}, **counts, "staleness": old}
+
     def _silences(self) -> dict[str, float]:
         return {str(worker): round(self.beats.silent_for(worker), 1) for worker in self.members.live()}
 

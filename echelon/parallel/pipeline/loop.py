@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from time import monotonic
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from echelon.errors import EchelonError
 from echelon.parallel.pipeline.route import Message, Route, Transfer, route
 from echelon.parallel.pipeline.transport import Exchange, Links
 from echelon.plan.schedule import Action
+from echelon.watch.activity import activity
 
 __all__ = ["Runner", "Transfer", "run_schedule"]
 
@@ -74,6 +76,7 @@ class _Loop:
         self._wanted: dict[Message, list[bool]] = {}  # and whether each wants a gradient
 
     def perform(self, action: Action, soon: Sequence[Message]) -> None:
+        since = monotonic() if activity.recorder is not None else 0.0
         self.exchange.expect(soon)
         if action.kind == "F":
             self._forward(action)
@@ -81,6 +84,8 @@ class _Loop:
             self._runner.backward(action.stage, action.micro, {}, "W")
         else:
             self._backward(action, action.kind)
+        if activity.recorder is not None:
+            activity.recorder.acted(action, since)
 
     def _forward(self, action: Action) -> None:
         received = {

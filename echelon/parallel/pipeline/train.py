@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from echelon.errors import DataError
 from echelon.evaluate import Judged
+from echelon.nn.packed import holds_packed
 from echelon.objective import Objective, count_samples
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.layout import shares
@@ -41,6 +43,11 @@ def micro_batches(batch: Any, count: int) -> list[Micro]:
     row again, counting for nothing, so that all ranks of all replicas run equally many.
     """
     rows = count_samples(batch)
+    if holds_packed(batch):
+        raise DataError(
+            "the batch holds packed sequences, which micro-batches cannot be cut from; pad them (lengths= in place of "
+            "pack=), or train without stages"
+        )
     return [_rows(batch, rows, begin, end) for begin, end in shares(rows, count)]
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +30,7 @@ from echelon.optim.foreach import HALVES
 from echelon.parallel.shard.exchange import Exchange
 from echelon.parallel.shard.passes import Passes
 from echelon.parallel.shard.unit import Unit
+from echelon.untraced import untraced
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Visits:
             unit.leave()
             self.present -= unit.bytes
 
-    @_disable_dynamo
+    @untraced
     def touch(self, parameter: nn.Parameter) -> None:
         """A module was asked for its parameter."""
         unit = self._of.get(id(parameter))

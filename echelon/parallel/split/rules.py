@@ -214,6 +214,18 @@ def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
         return q.like(func(q.local, k.local, v.local, attn_mask=mask, **given))
 
 
+@rule(["packed_attention"])
+def packed(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Heads of packed sequences, too. Rows of other ranks are other sequences, so these are brought home first."""
+    q, k, v, bounds = args
+    if not all(isinstance(x, Spread) and x.dim() == 3 and x.along == 1 and x.cut_like(q) for x in (q, k, v)):
+        return NotImplemented
+    if q.rows is not None or not min(q.sizes):
+        return NotImplemented
+    with own_chance(q.axis, q.device, wanted=kwargs.get("dropout", 0.0) > 0):
+        return q.like(func(q.local, k.local, v.local, bounds, **kwargs))
+
+
 def _same_heads(x: Spread, q: Spread) -> bool:
     """Whether each rank has the heads of ``x`` that its queries are for; several queries' may share one."""
     return all(size * q.shape[1] == other * x.shape[1] for size, other in zip(x.sizes, q.sizes, strict=True))
