@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from echelon.launch import network
+from echelon.launcher import network
 
 #: Seconds for one connection; calls at the same time.
 PATIENCE, _AT_ONCE = 3.0, 32

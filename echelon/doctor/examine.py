@@ -27,7 +27,7 @@ from echelon.doctor.text import text_of
 from echelon.doctor.verdicts import findings, nic_findings
 from echelon.environment import DOCTOR_RESULT, RESTART_COUNT, Place, find_place
 from echelon.errors import PeerLost
-from echelon.launch import network
+from echelon.launcher import network
 
 #: Seconds: to reach the store; for the others to have imported torch; for a host to finish a step; for all of it.
 STORE, START, STEP, WHOLE = 15.0, 30.0, 60.0, 400.0

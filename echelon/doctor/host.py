@@ -10,8 +10,8 @@ from echelon.doctor import machine
 from echelon.doctor.bounded import Facts, facts_of
 from echelon.doctor.private import variables
 from echelon.doctor.wrong_nic import Choice, Standing, gloo_choice, nccl_choice
-from echelon.launch import network
-from echelon.launch.network import Nic
+from echelon.launcher import network
+from echelon.launcher.network import Nic
 
 PATIENCE = 10.0
 

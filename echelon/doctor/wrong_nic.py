@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.doctor.doors import REACHED
 from echelon.doctor.finding import Finding, listed
-from echelon.launch.network import Nic
+from echelon.launcher.network import Nic
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 #: Interfaces that NCCL takes last where nothing is said.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.errors import UsageError
 from echelon.marks import Replicate, Split
 from echelon.optim.exclusion import excluded_names
@@ -23,6 +23,7 @@ from echelon.strategy import (
     Dgc,
     Lamb,
     Lars,
+    Lean,
     LocalSgd,
     LrScaling,
     Recompute,
@@ -79,7 +80,7 @@ def make_plan(
         wire=strategy.fp16_allreduce if isinstance(strategy.fp16_allreduce, str) else None,
         gradient_merge=strategy.gradient_merge,
         clip=strategy.clip,
-        amp=strategy.part(Amp),
+        amp=strategy.part(Amp) or (Amp() if strategy.lean else None),
         recompute=find_segments(model, recompute.checkpoints) if recompute else (),
         chains=find_chains(model) if recompute and recompute.checkpoints == "auto" else (),
         offload=recompute is not None and recompute.offload,
@@ -88,6 +89,7 @@ def make_plan(
         undecayed=_undecayed(model, lars or lamb),
         dgc=dgc,
         local=alone if ranks > 1 else None,
+        lean=strategy.part(Lean),
         lr_scaling=strategy.part(LrScaling),
         sync_batch_norm=_shared_batch_norm(model, strategy.sync_batch_norm, ranks, alone is not None),
         bucket_mb=(strategy.reduction.first_bucket_mb, strategy.reduction.bucket_mb),

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from echelon.errors import UsageError
+from echelon.fast.chosen import Chosen
 from echelon.marks import Pipeline, Split
 from echelon.plan.record import Recording
-from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, Shard
+from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, Lean, LocalSgd, LrScaling, Shard
 from echelon.strict import build, strict
 
 
@@ -61,6 +62,8 @@ class Plan:
     chains:         sequences that are cut into segments by the first batch
     lars, lamb:     the optimizer in place of the given one, and the parameters it leaves undecayed
     local:          ranks step alone, and how they come together
+    lean:           weights in 16 bits with remainders, moments in 8, updated while backward runs
+    fast:           what makes a step quicker without being asked for
     """
 
     mesh: dict[str, int]
@@ -88,9 +91,11 @@ class Plan:
     undecayed: tuple[str, ...] = ()
     dgc: Dgc | None = None
     local: LocalSgd | AdaptiveLocalSgd | None = None
+    lean: Lean | None = None
     lr_scaling: LrScaling | None = None
     sync_batch_norm: tuple[str, ...] = ()
     bucket_mb: tuple[float, float] = (1.0, 25.0)
+    fast: Chosen = Chosen()  # frozen, so one shared default is safe
     version: int = 3
 
     @property
@@ -160,7 +165,7 @@ class Plan:
             yield f"shard: {self.shard}"
         if self.gradient_merge > 1:
             yield f"gradient merge: {self.gradient_merge}"
-        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "lr_scaling"):
+        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "lean", "lr_scaling"):
             value = getattr(self, name)
             if value is not None:
                 yield f"{name.replace('_', ' ')}: {value}"

@@ -46,6 +46,11 @@ def find_chains(model: nn.Module) -> tuple[str, ...]:
     return () if any(_blocks(model, "")) else tuple(_chains(model, ""))
 
 
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Outermost modules that are repeated within a container."""
+    return list(_blocks(model, ""))
+
+
 def cut_chain(kept: Sequence[int], in_place: Sequence[bool]) -> tuple[tuple[int, int], ...]:
     """Cut a chain whose children keep so many bytes into about sqrt(n) segments ``(first, end)``.
 

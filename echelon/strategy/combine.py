@@ -107,6 +107,7 @@ _WITH_MARKS: dict[str, Verdict] = {
     ),
     "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
     "auto": Conflict("the marks say what auto would find", "drop auto, or the marks"),
+    "lean": Conflict("lean trains whole models on one device", "drop lean, or the marks"),
 }
 
 _WITH_SHARD: dict[str, Verdict] = {
@@ -141,16 +142,35 @@ _WITH_SERVERS: dict[str, Verdict] = {
     "lamb": Change("each parameter lies whole on one server, which sees all of it"),
 }
 
+_IN_BF16 = "lean computes in bf16, the form its weights have"
+_STEPS_IN_BACKWARD = "each gradient is applied and let go while backward runs"
+
+_WITH_LEAN: dict[str, Verdict] = {
+    "amp=fp16": Conflict(_IN_BF16, "use amp='bf16', or leave amp out"),
+    "lars": Conflict("lean steps as Adam does", "choose one of the two"),
+    "lamb": Conflict("lean steps as Adam does, without norms of whole layers", "choose one of the two"),
+    "dgc": Conflict(_STEPS_IN_BACKWARD, "choose one of the two"),
+    "localsgd": Conflict("averages of weights would lose their remainders", "choose one of the two"),
+    "adaptive_localsgd": Conflict("averages of weights would lose their remainders", "choose one of the two"),
+    "shard": Conflict("lean keeps its state whole, on the device and in host memory", "choose one of the two"),
+    "ps": Conflict("servers hold parameters and optimizer state already", "choose one of the two"),
+    "gradient_merge": Conflict(_STEPS_IN_BACKWARD, "use a larger batch with recompute in place of gradient_merge"),
+    "fp16_allreduce": Conflict("lean sums its gradients in fp32 by itself", "drop fp16_allreduce"),
+    "clip": Conflict(f"{_STEPS_IN_BACKWARD}, before the norm of all is known", "drop clip, and lower the rate instead"),
+}
+
 TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
     (name, local): verdict for local in ("localsgd", "adaptive_localsgd") for name, verdict in _WITH_LOCAL_STEPS.items()
 }
 TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
 TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
 TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
+TABLE |= {(name, "lean"): verdict for name, verdict in _WITH_LEAN.items()}
 
 _EVERY_OPTION = (
     *("amp", "amp=fp16", "recompute", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "shard", "ps"),
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
+    "lean",
 )
 BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove what is set beside it, or auto")
 TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
@@ -161,6 +181,8 @@ def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:
     if strategy.auto and (beside := [name for name in set_options(strategy) if name != "auto"]):
         which = ", ".join(beside)  # all at once: nobody wants to be told one by one
         raise UsageError(f"{which} and auto do not combine: {BESIDE_AUTO.why}; {BESIDE_AUTO.do}")
+    if strategy.lean and strategy.amp is False:
+        raise UsageError(f"amp=False and lean do not combine: {_IN_BF16}; leave amp out")
     for (first, second), verdict in verdicts(strategy, implied):
         if isinstance(verdict, Conflict):
             raise UsageError(f"{first} and {second} do not combine: {verdict.why}; {verdict.do}")
@@ -174,7 +196,9 @@ def verdicts(strategy: Strategy, implied: Iterable[str] = ()) -> Iterator[tuple[
 
 def set_options(strategy: Strategy) -> list[str]:
     values = {field.name: (getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy)}
-    return [name for name, (value, default) in values.items() if value is not None and value != default]
+    asked = [name for name, (value, default) in values.items() if value is not None and value != default]
+    # ``fast`` says how, not what: it goes with everything; and who refuses 16 bits has set nothing
+    return [name for name in asked if name != "fast" and not (name == "amp" and strategy.amp is False)]
 
 
 def active_names(strategy: Strategy) -> Iterator[str]:

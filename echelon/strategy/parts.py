@@ -213,6 +213,41 @@ class Shard:
         require(fits, self, "offload", "'optimizer', or level=3 as well: lower levels need parameters on the device")
 
 
+@strict
+class Fast:
+    """What makes a step quicker without being asked for. Each part: None decides by itself, True insists, False is off.
+
+    compile:       torch.compile; "blocks" (each repeated block for itself, so that it starts soon) or "whole"
+    channels_last: convolutions' weights and images with their channels side by side in memory
+    fused:         the step of SGD, Adam and AdamW in one kernel
+    graphs:        True: steps that the host holds up become one CUDA graph (docs/fast.md)
+    bf16:          forward and loss in bf16; ``amp=`` has the last word
+    """
+
+    compile: bool | Literal["blocks", "whole"] | None = None
+    channels_last: bool | None = None
+    fused: bool | None = None
+    graphs: bool | None = None
+    bf16: bool | None = None
+
+
+@strict
+class Lean:
+    """Six bytes a parameter in place of sixteen: weights in bf16 with the remainder of their fp32 value beside them,
+    Adam's moments in 8 bits, each gradient applied and let go while backward runs. Forward is in bf16.
+
+    state:   where remainders and moments lie: "auto" is the device as far as it has room, the rest in host memory;
+             "device" and "host" are one place for all
+    reserve: device memory that "auto" leaves for activations and gradients: bytes, or as in "16 GB"
+    """
+
+    state: Literal["auto", "device", "host"] = "auto"
+    reserve: float | str = "16 GB"
+
+    def __post_init__(self) -> None:
+        require(self.reserve not in ("", 0), self, "reserve", "bytes, such as '16 GB'")
+
+
 Means = Literal["amp", "fp16_allreduce", "dgc", "localsgd"]
 
 

@@ -15,8 +15,10 @@ from echelon.strategy.parts import (
     Amp,
     Auto,
     Dgc,
+    Fast,
     Lamb,
     Lars,
+    Lean,
     LocalSgd,
     LrScaling,
     ParameterServer,
@@ -38,7 +40,8 @@ class Strategy:
 
     Each option takes ``True`` (the defaults), or its settings: ``Strategy(dgc=True)``, ``Strategy(dgc=Dgc(...))``.
 
-    amp:               "bf16" (also ``True``), "fp16", or an Amp: forward and loss in 16 bits
+    amp:               "bf16" (also ``True``), "fp16", or an Amp: forward and loss in 16 bits; False: never. None: bf16
+                       on GPUs that have it
     recompute:         keep few activations, compute the rest again in backward
     lars, lamb:        large-batch optimizers in place of the SGD, the Adam that was given
     dgc:               send only the largest gradient entries
@@ -47,6 +50,7 @@ class Strategy:
     shard:             1, 2 or 3 (also ``True``): replicas share out optimizer state, gradients, parameters
     ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
                        and dense parameters on servers
+    lean:              a Lean: six bytes a parameter, for models that are too large for one device
     gradient_merge:    accumulate this many steps before one reduction and one update
     fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16 bits on the network
     clip:              scale gradients down to this global norm
@@ -54,6 +58,7 @@ class Strategy:
     sync_batch_norm:   batch-norm statistics over all replicas, as one process would compute; False is faster.
                        None: yes, except where ranks step alone
     reduction:         how gradients travel
+    fast:              what makes a step quicker by itself, part by part (Fast), or False: nothing does
     auto:              True, "measure" or an Auto: the plan is found by itself; it goes with nothing else
     """
 
@@ -66,12 +71,14 @@ class Strategy:
     adaptive_localsgd: bool | AdaptiveLocalSgd | None = None
     shard: bool | Literal[1, 2, 3] | Shard | None = None
     ps: bool | Literal["sync", "async", "bounded", "geo", "hybrid"] | ParameterServer | None = None
+    lean: bool | Lean | None = None
     gradient_merge: int = 1
     fp16_allreduce: bool | Literal["fp16", "bf16"] | None = None
     clip: float | None = None
     lr_scaling: bool | Literal["linear", "sqrt"] | LrScaling | None = None
     sync_batch_norm: bool | None = None
     reduction: Reduction = Reduction()  # frozen, so one shared default is safe
+    fast: bool | Fast | None = None
     auto: bool | Literal["measure"] | Auto | None = None
 
     def __post_init__(self) -> None:
@@ -151,9 +158,12 @@ _PARTS = {
     "lr_scaling": LrScaling,
     "shard": Shard,
     "ps": ParameterServer,
+    "lean": Lean,
 }
 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {
     "fp16_allreduce": lambda value: "fp16" if value is True else value or None,
+    "amp": lambda value: value if value is False else _settings("amp", Amp)(value),  # None is open, False is not
+    "fast": lambda value: None if value is True or value == Fast() else value,
     "auto": lambda value: value if isinstance(value, Auto) else Auto(measure=value == "measure") if value else None,
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
 WHOLE_LAYER = 3  # the level of sharding at which parameters are whole only while their layer computes
+LEAN = 4 + 8 / 256  # bytes beside a bf16 weight: 16 bits of remainder, two 8-bit moments, two scales for 256 of them
 RESIDUAL = 8  # DGC keeps a momentum and a residual of each entry, both fp32
 
 
@@ -116,10 +117,12 @@ def _compressed(dgc: Dgc, large: Sequence[Size], job: Job, wire: bool) -> Iterat
 def kept(strategy: Strategy, sizes: Sequence[Size], job: Job) -> Iterator[tuple[str, str, float]]:
     """Memory that strategies add: whose, what for, how many bytes."""
     local, dgc = local_steps(strategy), strategy.part(Dgc)
-    weights = sum(size.bytes for size in sizes)
+    weights, numbers = sum(size.bytes for size in sizes), sum(size.numel for size in sizes)
     if dgc:
         large = sum(size.numel for size in sizes if size.numel >= dgc.min_size)
         yield "dgc", "momentum and residual of what is compressed, in fp32", RESIDUAL * large
+    if strategy.lean:
+        yield "lean", "remainders, moments and their scales, in all; gradients go one by one", LEAN * numbers
     if job.ranks == 1:
         return
     if local:

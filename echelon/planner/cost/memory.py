@@ -71,6 +71,40 @@ def memory(
     workspace: bytes that libraries take for themselves
     ranks:     only those
     """
+    found = fullest(
+        profile,
+        draft,
+        limits,
+        system=system,
+        optimizer=optimizer,
+        place=place,
+        workspace=workspace,
+        ranks=ranks,
+    )
+    return tuple(one.memory for one in found)
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The fullest moment of a rank: while: forward, backward, exchange or update; unit: in which one, where in one."""
+
+    memory: Memory
+    moment: Literal["forward", "backward", "exchange", "update"]
+    unit: int | None = None
+
+
+def fullest(
+    profile: Anatomy,
+    draft: Draft,
+    limits: Sequence[float] | float = (),
+    *,
+    system: System = ECHELON,
+    optimizer: str = "adam",
+    place: Place = "cuda",
+    workspace: float | None = None,
+    ranks: Iterable[int] | None = None,
+) -> tuple[Fullest, ...]:
+    """As ``memory``, with the moment."""
     sheet = profile.sheet(_samples(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
     facts = Facts(draft, system, optimizer, place, room)
@@ -81,7 +115,10 @@ def memory(
         stages = [stage(sheet, edges[at], edges[at + 1], facts.terms(at)) for at in own]
         spans = [(edges[at], edges[at + 1]) for at in own]
         limit = limits if isinstance(limits, int | float) else limits[rank] if limits else 0.0
-        found.append(_Rank(facts, stages, _tied(profile, spans), _batch(sheet, draft)).fullest(rank, limit))
+        firsts = [first for first, _ in spans]
+        found.append(
+            _Rank(facts, stages, _twice(profile, spans, draft.split), _batch(sheet, draft), firsts).fullest(rank, limit)
+        )
     return tuple(found)
 
 
@@ -97,16 +134,15 @@ def _batch(sheet: Sheet, draft: Draft) -> float:
     return max(sheet.given * draft.micro_batches - kept, 0.0)
 
 
-def _tied(profile: Anatomy, spans: Sequence[tuple[int, int]]) -> float:
-    """Entries that these units use and a unit elsewhere has been counted for."""
+def _twice(profile: Anatomy, spans: Sequence[tuple[int, int]], split: int) -> float:
+    """Entries that several of these units share: each of them counts a weight that is there once."""
 
     def here(unit: int) -> bool:
         return any(first <= unit < end for first, end in spans)
 
     return sum(
-        entries
+        max(0, sum(map(here, group)) - 1) * entries / split
         for group, entries in zip(profile.ties, profile.tied_weights, strict=True)
-        if any(map(here, group)) and not here(min(group))
     )
 
 
@@ -158,11 +194,13 @@ class Facts:
 class _Rank:
     """What one rank has at every kind of moment."""
 
-    def __init__(self, facts: Facts, stages: Sequence[Stage], tied: float, batch: float) -> None:
-        self._facts, self._stages, self._batch = facts, stages, batch
+    def __init__(
+        self, facts: Facts, stages: Sequence[Stage], twice: float, batch: float, firsts: Sequence[int]
+    ) -> None:
+        self._facts, self._stages, self._batch, self._firsts = facts, stages, batch, firsts
         draft, system = facts.draft, facts.system
-        trained = sum(one.trained for one in stages) + tied
-        held_here = sum(one.weight_bytes for one in stages) / 4 + tied
+        trained = sum(one.trained for one in stages) - twice
+        held_here = sum(one.weight_bytes for one in stages) / 4 - twice
         self._weights = held_here * system.weight_bytes(draft.amp) / (facts.sharing if draft.shard == 3 else 1)
         self._gradients = trained * system.gradient_bytes(draft.amp)
         self._state = trained * system.state_bytes(facts.optimizer) / facts.sharing
@@ -178,10 +216,10 @@ class _Rank:
         anchor = self._weights if draft.approximate == "localsgd" and draft.replicate > 1 else 0.0
         return wire + residual + anchor
 
-    def fullest(self, rank: int, limit: float) -> Memory:
-        return max(self._moments(rank, limit), key=lambda one: one.total)
+    def fullest(self, rank: int, limit: float) -> Fullest:
+        return max(self._moments(rank, limit), key=lambda one: one.memory.total)
 
-    def _moments(self, rank: int, limit: float) -> Iterator[Memory]:
+    def _moments(self, rank: int, limit: float) -> Iterator[Fullest]:
         draft = self._facts.draft
         if draft.stage == 1 and draft.chunks == 1:
             found = one_after_another(draft.micro_batches)
@@ -189,12 +227,12 @@ class _Rank:
             found = moments_of_rank(draft.schedule or "1f1b", draft.stages, draft.stage, draft.micro_batches, rank)
         for moment in found:
             yield self._while(moment, limit)
-        yield self._closing(limit)
-        yield self._update(limit)
+        yield Fullest(self._closing(limit), "exchange")
+        yield Fullest(self._update(limit), "update")
 
     # ---- the kinds of moments ----
 
-    def _while(self, moment: Moment, limit: float) -> Memory:
+    def _while(self, moment: Moment, limit: float) -> Fullest:
         one = self._stages[moment.chunk]
         peak, gradients = self._pass(moment, one)
         others = sum(
@@ -205,13 +243,14 @@ class _Rank:
             count * (each.output + each.sent_on + each.unsaved)
             for count, each in zip(moment.open, self._stages, strict=True)
         )
-        return self._memory(
+        held = self._memory(
             limit,
             gradients=gradients + peak.gradients,
             activations=others + peak.kept,
             transient=peak.total - peak.kept - peak.gradients,
             exchange=sent + self._messages(moment, one),
         )
+        return Fullest(held, "forward" if moment.kind == "F" else "backward", self._firsts[moment.chunk] + peak.at)
 
     def _pass(self, moment: Moment, one: Stage) -> tuple[Peak, float]:
         """The pass that runs, and the gradients that were there before it."""

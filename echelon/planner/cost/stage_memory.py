@@ -45,11 +45,15 @@ class Terms:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a pass: all of it, and of that what is kept for backward and what gradients take."""
+    """The fullest moment of a pass: all of it, and of that what is kept for backward and what gradients take.
+
+    at: the unit in which it lies, counted from the stage's first
+    """
 
     total: float
     kept: float
     gradients: float = 0.0
+    at: int = 0
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,7 @@ def _replayed(rows: Columns, at: slice, terms: Terms) -> np.ndarray[Any, np.dtyp
 
 def _fullest(totals: Row, kept: Row, gradients: Row | None = None) -> Peak:
     at = int(totals.argmax())
-    return Peak(float(totals[at]), float(kept[at]), 0.0 if gradients is None else float(gradients[at]))
+    return Peak(float(totals[at]), float(kept[at]), 0.0 if gradients is None else float(gradients[at]), at)
 
 
 def _whole_weights(rows: Columns, first: int, end: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -6,7 +6,6 @@ a page folds from a desk to a phone without its letters shrinking.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from echelon import amounts
+from echelon.pages.bars import Bar, stacked
+from echelon.pages.draw import templates
+from echelon.pages.passage import Passage, passage, row_height
 from echelon.plan.simulate import Event
 from echelon.planner.explain import show
 from echelon.planner.explain.report import Remark, Report, Size, samples_per_second
 from echelon.planner.prediction import Memory
 from echelon.planner.search.answer import Choice
 
-#: More rectangles than this make a browser slow, and more in a row are too thin to be seen.
-MOST_EVENTS, MOST_IN_A_ROW = 2400, 160
-#: The part of the width between the beginning and the end, where the middle of a long schedule is left out.
-GAP = 4.0
 #: Numbers are written into rectangles of at least this part of the width.
 ROOM_FOR_NUMBER = 2.2
 
@@ -37,12 +35,7 @@ KINDS = {
 
 def render(report: Report) -> str:
     """The page, as text."""
-    from jinja2 import Environment, StrictUndefined
-
-    source = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
-    drawn = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    drawn.filters.update(duration=amounts.duration, size=amounts.size, percent=amounts.percent)
-    return drawn.from_string(source).render(**_view(report))
+    return templates(Path(__file__).parent).get_template("page.html.j2").render(**_view(report))
 
 
 def _view(report: Report) -> dict[str, Any]:
@@ -92,31 +85,6 @@ def _used(report: Report) -> str:
 
 
 # ---- bars ----
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One part of a bar: where it begins and how wide it is, in percent."""
-
-    name: str
-    value: float
-    left: float
-    width: float
-
-    @property
-    def kind(self) -> str:
-        """As a CSS class."""
-        return self.name.replace(" ", "-")
-
-
-def stacked(parts: Sequence[tuple[str, float]], whole: float | None = None) -> list[Bar]:
-    """Parts one after another; all of them are ``whole``, or the picture's width."""
-    whole = whole or sum(value for _, value in parts)
-    ends = itertools.accumulate((value for _, value in parts), initial=0.0)
-    return [
-        Bar(name, value, 100 * begin / whole, 100 * value / whole)
-        for (name, value), begin in zip(parts, ends, strict=False)
-    ]
 
 
 @dataclass(frozen=True)
@@ -208,11 +176,11 @@ def timeline(choice: Choice) -> Timeline | None:
     end = max(event.end for event in events)
     whole = max(whole, end)
     rows = 1 + max(event.rank for event in events)
-    scale = _Scale(whole, _window(events, whole, min(MOST_EVENTS, MOST_IN_A_ROW * rows)))
-    inside = [event for event in events if scale.shows(event)]
+    scale = passage([(event.begin, event.end) for event in events], whole, rows)
+    inside = [event for event in events if scale.shows(event.begin, event.end)]
     return Timeline(
         rows,
-        max(9.0, min(26.0, 620 / rows)),
+        row_height(rows),
         [_block(event, scale, rows) for event in inside],
         {kind: text for kind, text in KINDS.items() if any(event.action.kind == kind for event in events)},
         scale.ticks(),
@@ -223,44 +191,7 @@ def timeline(choice: Choice) -> Timeline | None:
     )
 
 
-def _window(events: Sequence[Event], whole: float, most: int) -> float:
-    """How long a beginning and an end may be for what is in them to be drawn; half of the whole where all may be."""
-    if len(events) <= most:
-        return whole / 2
-    distance = sorted(min(event.begin, max(0.0, whole - event.end)) for event in events)
-    return min(whole / 2, distance[most - 1])
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """From seconds to percents of the width: ``window`` seconds from the beginning, and as many to the end."""
-
-    whole: float
-    window: float
-
-    @property
-    def gap(self) -> float | None:
-        return 50.0 if 2 * self.window < 0.999 * self.whole else None
-
-    def shows(self, event: Event) -> bool:
-        return self.gap is None or event.end <= self.window or event.begin >= self.whole - self.window
-
-    def at(self, seconds: float) -> float:
-        if self.gap is None:
-            return 100 * seconds / self.whole
-        side = (100 - GAP) / 2
-        if seconds <= self.window:
-            return side * seconds / self.window
-        return max(100 - side, 100 - side * (self.whole - seconds) / self.window)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        if self.gap is None:
-            return [(25.0 * part, amounts.duration(self.whole * part / 4)) for part in range(5)]
-        moments = (0.0, self.window / 2, self.whole - self.window / 2, self.whole)
-        return [(self.at(moment), amounts.duration(moment)) for moment in moments]
-
-
-def _block(event: Event, scale: _Scale, rows: int) -> Block:
+def _block(event: Event, scale: Passage, rows: int) -> Block:
     left, right = scale.at(event.begin), scale.at(event.end)
     return Block(event, event.action.stage // rows, left, max(0.0, right - left), right - left >= ROOM_FOR_NUMBER)
 

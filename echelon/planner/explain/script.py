@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,38 +31,47 @@ def ask_script(asked: Asked, orders: Orders) -> Report:
     if not Path(asked.model).is_file():
         raise UsageError(f"MODEL: no file at '{asked.model}'")
     asked.machines()  # a slip in the cluster is told before the script has run for minutes
+    wanted = {"asked": asked.to_dict(), "orders": dataclasses.asdict(orders)}
+    return Report.from_dict(ask(asked.model, asked.arguments, wanted)["report"])
+
+
+def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
+    """What the script's own process answers to such a question, once it has shown its model and a batch."""
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as room:
-        question, answer = Path(room, "question.json"), Path(room, "answer.json")
-        wanted = {"asked": asked.to_dict(), "orders": dataclasses.asdict(orders), "answer": str(answer)}
-        question.write_text(json.dumps(wanted), encoding="utf-8")
-        environment = {**os.environ, PLAN_ONLY: str(question)}
-        command = [sys.executable, asked.model, *asked.arguments]
+        told, answer = Path(room, "question.json"), Path(room, "answer.json")
+        told.write_text(json.dumps({**question, "answer": str(answer)}), encoding="utf-8")
+        environment = {**os.environ, PLAN_ONLY: str(told)}
         # to stderr: what the script itself prints is no part of the tables, or of the JSON
-        ended = subprocess.run(command, env=environment, stdout=2, check=False)
+        ended = subprocess.run([sys.executable, script, *arguments], env=environment, stdout=2, check=False)
         if not answer.exists():
-            raise UsageError(_silent(asked.model, ended.returncode))
-        found = json.loads(answer.read_text(encoding="utf-8"))
+            raise UsageError(_silent(script, ended.returncode))
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     if "error" in found:
         raise UsageError(found["error"])
-    return Report.from_dict(found["report"])
+    return found
 
 
 def _silent(script: str, code: int) -> str:
     if code:
         return f"'{script}' failed with exit code {code} before it had shown a batch; what it said is above"
     return (
-        f"'{script}' ended before it had shown a batch; plan needs its distribute() and first step(), or "
-        "distribute(sample=batch)"
+        f"'{script}' ended before it had shown a batch; what is asked of it takes its distribute() and first step(), "
+        "or distribute(sample=batch)"
     )
 
 
 # ---- in the child ----
 
 
-def listen(model: nn.Module, *, optimizer: Any, loss: Any, sample: Any) -> Any:
+def listen(model: nn.Module, *, optimizer: Any, loss: Any, strategy: Any, sample: Any) -> Any:
     """What ``distribute()`` returns to a script that is only planned: an engine that plans at its first batch."""
     question = json.loads(Path(os.environ.pop(PLAN_ONLY)).read_text(encoding="utf-8"))
     waiting = Waiting(question, model, optimizer, loss)
+    if "footprint" in question:
+        from echelon.footprint.script import Weighing
+
+        waiting = Weighing(question, model, optimizer, loss)
+        waiting.strategy = strategy
     if sample is not None:
         waiting.step(sample)
     return waiting
@@ -84,7 +93,7 @@ class Waiting:
     def step(self, *batch: Any, samples: float | None = None, **named: Any) -> NoReturn:
         from echelon.objective import as_batch
 
-        self._plan(as_batch(batch, named, torch.device("cpu")))
+        self._look_at(as_batch(batch, named, torch.device("cpu")))
 
     def backward(self, loss: Any) -> NoReturn:
         self._answer({"error": "a loop of its own (backward and update) cannot be planned; use engine.step(batch)"})
@@ -95,13 +104,11 @@ class Waiting:
     def resume(self) -> None:
         """There is nothing to go on with."""
 
-    def _plan(self, batch: Any) -> NoReturn:
-        from echelon.nn import SparseEmbedding
+    def _look_at(self, batch: Any) -> NoReturn:
         from echelon.planner.explain.command import make_report
         from echelon.planner.explain.source import Source, profile_model
 
-        if any(isinstance(module, SparseEmbedding) for module in self._model.modules()):
-            self._answer({"error": "sparse tables live on parameter servers, whose work plan does not know; use 'run'"})
+        self._refuse_tables()
         try:
             asked, orders = self._asked(), build(Orders, self._question["orders"], "orders")
             cluster = asked.machines()
@@ -112,6 +119,12 @@ class Waiting:
         if asked.batch is None:
             report = dataclasses.replace(report, notes=(*report.notes, _ONE_PROCESS))
         self._answer({"report": report.to_dict()})
+
+    def _refuse_tables(self) -> None:
+        from echelon.nn import SparseEmbedding
+
+        if any(isinstance(module, SparseEmbedding) for module in self._model.modules()):
+            self._answer({"error": "sparse tables live on parameter servers, whose work plan does not know; use 'run'"})
 
     def _asked(self) -> Asked:
         asked = build(Asked, self._question["asked"], "asked")

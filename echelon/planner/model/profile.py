@@ -101,6 +101,15 @@ class Profile:
         """The model that was profiled."""
         return self._model
 
+    @property
+    def step(self) -> Step:
+        """``step(model, batch)`` is the loss."""
+        return self._step
+
+    def placeholders(self, samples: int) -> Any:
+        """A batch of so many samples, without contents."""
+        return tree_map(lambda leaf: _resized(leaf, self.batch, samples), self._example)
+
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
         key = (samples, split, amp)
         if key not in self._sheets:
@@ -138,7 +147,7 @@ class Profile:
         return measured
 
     def _rehearse(self, shadow: Shadow, samples: int, amp: str | None, backward: bool = True) -> Passed:
-        batch = tree_map(lambda leaf: _resized(leaf, self.batch, samples), self._example)
+        batch = self.placeholders(samples)
         try:
             return rehearse(shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward)
         except EchelonError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,12 +80,12 @@ def rehearse(
     weights: dict[int, Tensor] = {
         trace.number(each): each for each in (*shadow.model.parameters(), *shadow.model.buffers())
     }
-    on_batch = tree_map(_placed, batch)
+    on_batch = placed(batch)
     leaves = {trace.number(leaf) for leaf in take_apart(on_batch).leaves if isinstance(leaf, Tensor)}
     listener = _Listener(trace, shadow)
     handles = trace.watch_gradients(shadow.model)
     try:
-        with placeholder_mode(), random_numbers_kept(), torch.enable_grad(), trace:
+        with placeholder_mode(), random_numbers_kept(), torch.enable_grad(), _no_collection(), trace:
             loss = _forward(shadow, on_batch, step, amp, gpu, trace, listener)
             tail = trace.span
             tail_back = listener.begin_backward()
@@ -95,6 +96,18 @@ def rehearse(
         for handle in handles:
             handle.remove()
     return Passed(listener.calls, tail, tail_back, trace.gradients, leaves, weights)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What lies in cycles stays, since a collection would let it go in one of two passes and not in the other."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _forward(
@@ -109,6 +122,11 @@ def _forward(
             within.enter_context(torch.autocast("cpu", dtype=amp))
         loss: Tensor = step(shadow.model, batch)
     return loss
+
+
+def placed(batch: Any) -> Any:
+    """A batch as placeholders on the CPU."""
+    return tree_map(_placed, batch)
 
 
 def _placed(leaf: Any) -> Any:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.amounts import duration, size
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.data import Loader
 from echelon.environment import PLAN
 from echelon.errors import EchelonError, UsageError
+from echelon.fast.found import with_units
 from echelon.nn.moe import MoE
 from echelon.objective import LossFunction, as_batch, count_samples
 from echelon.parallel.collective import gather_json, json_to_tensor, tensor_to_json
@@ -31,7 +32,7 @@ from echelon.planner.run.realize import realize
 from echelon.planner.run.saved import SavedPlan
 from echelon.slices import Slices
 from echelon.state import random_state, restore_random_state
-from echelon.strategy import Auto, Strategy
+from echelon.strategy import Auto, Fast, Strategy
 from echelon.strategy.combine import set_options
 from echelon.world import World
 
@@ -62,6 +63,7 @@ def refuse_company(strategy: Strategy, marks: Marks, slices: Slices | None, serv
     """A plan that was found says everything; what a script says beside it would be ignored, or be in its way."""
     what = "the saved plan" if planned else "auto"
     beside = [name for name in set_options(strategy) if name != "auto"]
+    beside += ["fast"] if strategy.part(Fast) else []  # fast=False is fine
     if beside:
         options = ", ".join(f"{name}=" for name in beside)
         raise UsageError(f"{what} says how to train, and Strategy sets {', '.join(beside)}; remove {options} from it")
@@ -83,7 +85,9 @@ class Choosing:
         model: nn.Module,
         loss: LossFunction | None,
         optimizers: Mapping[str, torch.optim.Optimizer],
+        fast: bool = True,
     ) -> None:
+        self._fast = fast
         self._auto, self._world, self._model, self._loss, self._optimizers = auto, world, model, loss, optimizers
 
     def by_sample(self, engine: Engine, batch: Any) -> None:
@@ -117,10 +121,9 @@ class Choosing:
         saved.check_model(self._model)
         place = self._world.place
         plan, marks = realize(saved, self._model, self._optimizers, self._world.size, place.local_world_size)
+        if self._fast:
+            plan = with_units(plan, saved, self._world, self._model, self._optimizers)
         engine.begin(plan, marks, batch if plan.mesh.get("stage", 1) > 1 else None, saved)
-        if saved.draft.compile:
-            for name in (name for names in saved.units for name in names):
-                self._model.get_submodule(name).compile()
 
     def _total(self, samples: int) -> int:
         control = self._world.control

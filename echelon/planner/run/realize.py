@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.errors import UsageError
 from echelon.marks import Pipeline, Split, within
 from echelon.plan import Plan, make_plan

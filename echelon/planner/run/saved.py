@@ -18,13 +18,15 @@ from torch import nn
 from echelon.errors import UsageError
 from echelon.marks import Split
 from echelon.planner.draft import Draft
-from echelon.planner.prediction import Prediction
+from echelon.planner.prediction import Memory, Prediction
 from echelon.strict import build, require, strict
 
 if TYPE_CHECKING:
     from echelon.planner.model.profile import Profile
 
 KIND, VERSION = "plan", 1
+#: A timeline of more actions than this is no picture any more.
+MOST_EVENTS = 2000
 
 
 @strict
@@ -34,21 +36,41 @@ class Predicted:
     seconds, parts: of one step, and the same by cause
     memory:         bytes on a device, one figure for each place along the stage axis
     limit:          bytes a device has; 0 where that is not known
+    kinds:          the same bytes by kind, as far as known
+    events:         the pipeline's timeline: rank, kind, micro-batch, stage, begin, end; () where it is too long
+    flops:          of one step on all devices, nothing that is recomputed counted; 0 where that is not known
     """
 
     seconds: float
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: tuple[float, ...] = ()
     limit: float = 0.0
+    kinds: tuple[dict[str, float], ...] = ()
+    events: tuple[tuple[int, str, int, int, float, float], ...] = ()
+    flops: float = 0.0
 
     @classmethod
-    def of(cls, prediction: Prediction) -> Predicted:
+    def of(cls, prediction: Prediction, flops: float = 0.0) -> Predicted:
+        shown = prediction.events if len(prediction.events) <= MOST_EVENTS else ()
         return cls(
             seconds=prediction.seconds,
             parts=dict(prediction.parts),
             memory=tuple(memory.total for memory in prediction.memory),
             limit=max((memory.limit for memory in prediction.memory), default=0.0),
+            kinds=tuple(_by_kind(memory) for memory in prediction.memory),
+            events=tuple((one.rank, *one.action, one.begin, one.end) for one in shown),
+            flops=flops,
         )
+
+
+def _flops(profile: Profile, draft: Draft) -> float:
+    samples = max(1, round(draft.micro_batch))
+    units = profile.sheet(samples, 1, draft.amp).units
+    return sum(unit.forward.flops + unit.backward.flops for unit in units) * draft.batch / samples
+
+
+def _by_kind(memory: Memory) -> dict[str, float]:
+    return {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "limit"}
 
 
 @strict
@@ -99,7 +121,7 @@ class SavedPlan:
             model={} if model is None else shapes_of(model),
             name=profile.name,
             cluster=cluster,
-            predicted=None if prediction is None else Predicted.of(prediction),
+            predicted=None if prediction is None else Predicted.of(prediction, _flops(profile, draft)),
             created_by=_own_version(),
             made_from=made_from or {},
         )

@@ -27,11 +27,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from echelon.environment import BOUND_MARK, LOG_DIR, LOOPBACK, PADDLE_ENDPOINTS, PLAN, RESTART_COUNT, TRIAL
-from echelon.launch import worker
-from echelon.launch.failure import read_record
-from echelon.launch.gate import serve_store, way_to_store
-from echelon.launch.secret import find_token
+from echelon.environment import (
+    AGENT_STORE,
+    BOUND_MARK,
+    LOG_DIR,
+    LOOPBACK,
+    PADDLE_ENDPOINTS,
+    PLAN,
+    RECORD_DIR,
+    RESTART_COUNT,
+    TRIAL,
+)
+from echelon.launcher import worker
+from echelon.launcher.failure import read_record
+from echelon.launcher.gate import serve_store, way_to_store
+from echelon.launcher.secret import find_token
 from echelon.parallel.collective import gather_json
 from echelon.planner.run.saved import SavedPlan
 from echelon.world import World
@@ -242,13 +252,13 @@ class _Crew:
             "GROUP_RANK": where.node_rank,
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            AGENT_STORE: "True",
             "TORCHELASTIC_ERROR_FILE": place / "end.json",
             RESTART_COUNT: 0,
             LOG_DIR: place,
             TRIAL: told,
         }
-        kept = {name: value for name, value in os.environ.items() if name not in (PLAN, BOUND_MARK)}
+        kept = {name: value for name, value in os.environ.items() if name not in (PLAN, BOUND_MARK, RECORD_DIR)}
         return kept | {name: str(value) for name, value in job.items()}
 
     def _watched(self, child: subprocess.Popen[bytes], place: Path, patience: float) -> Outcome:

@@ -13,7 +13,7 @@ from typing import Any
 
 from echelon.environment import LOOPBACK
 from echelon.errors import EchelonError
-from echelon.launch.network import free_ports
+from echelon.launcher.network import free_ports
 
 LIMIT = 300.0  #: seconds after which a measurement has gone wrong
 
