@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
+from echelon.fast.lines import lines
 from echelon.plan import Plan
 from echelon.slices import placement_table
 from echelon.world import World
@@ -16,6 +17,7 @@ from echelon.world import World
 def announcement(world: World, plan: Plan, notices: Collection[str]) -> Iterator[str]:
     yield f"{world.size} x {world.device.type} ({world.backend}), {world.place.launcher}"
     yield from plan.describe().splitlines()
+    yield from lines(plan.fast)
     yield from notices
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.marks import within
 from echelon.nn.moe import MoE
 from echelon.objective import Objective
@@ -32,7 +32,7 @@ from echelon.parallel.local import LocalSteps
 from echelon.parallel.norms import add_up_norms
 from echelon.parallel.precision import Scaler
 from echelon.parallel.recompute import apply_recompute
-from echelon.parallel.reduce import Reducer
+from echelon.parallel.reduce import Carriers, Reducer
 from echelon.parallel.succession import successors
 from echelon.parallel.ties import Ties
 from echelon.plan import Plan
@@ -123,6 +123,8 @@ def assemble(
 
         reducers = {key: shards.reducer(key) for key in optimizers}
         sums += [SplitSums(plan, shards, grid)] if grid.size("split") > 1 else []
+    elif plan.lean is not None:
+        reducers = _updating(plan, optimizers, carriers)
     elif any(carriers.values()) and local is None:
         within = peers.within if peers else None
         reducers = {key: Reducer(plan, key, parameters, carriers, grid.at["stage"], within) for key in optimizers}
@@ -290,6 +292,14 @@ def _shard(
         gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
         shared=_on_several_places(plan, grid),
     )
+
+
+def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[str, Reduces]:
+    """What steps while backward runs, and sums gradients over replicas before it."""
+    from echelon.lean.updates import updates_in_backward
+
+    carrier = next(iter(carriers[("replicate",)]), None)
+    return {key: updates_in_backward(plan, key, optimizer, carrier) for key, optimizer in optimizers.items()}
 
 
 def _on_several_places(plan: Plan, grid: Grid) -> set[str]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.errors import EchelonError, UsageError, nearest
-from echelon.launch.schedulers.command import submit
+from echelon.launcher.schedulers.command import submit
+from echelon.timeline.word import TimelineWord
 
 if TYPE_CHECKING:
-    from echelon.launch.job import Job
+    from echelon.launcher.job import Job
 
 app = typer.Typer(
     help="Train one PyTorch model on many devices, with the numbers one process gives.",
@@ -30,7 +31,7 @@ def echelon() -> None:
     """Keeps ``run`` a subcommand even while it is the only one."""
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(cls=TimelineWord, context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script to run (or, with -m, the module).")],
@@ -82,6 +83,10 @@ def run(
     checked: Annotated[
         bool, typer.Option("--check", help="Compare the calls of all ranks in every step, not in the first ones only.")
     ] = False,
+    timeline: Annotated[
+        str | None,
+        typer.Option(metavar="[STEPS]", help="Record these steps (5:10) of all ranks; alone: five after ten others."),
+    ] = None,
     servers: Annotated[int | None, typer.Option(help="Parameter servers on this host.")] = None,
     workers: Annotated[int | None, typer.Option(help="With servers: workers on this host.", show_default="1")] = None,
     pservers: Annotated[
@@ -111,20 +116,20 @@ def run(
     ] = None,
 ) -> None:
     """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
-    from echelon.launch.schedulers.surroundings import started_elsewhere
+    from echelon.launcher.schedulers.surroundings import started_elsewhere
 
     if (code := started_elsewhere(context)) is not None:
         raise typer.Exit(code)
-    from echelon.launch.run import launch
+    from echelon.launcher.run import launch
 
     raise typer.Exit(launch(checked_job(**context.params)))
 
 
 def checked_job(script: str, args: list[str] | None, planned: str | None, **options: Any) -> Job:
     """What ``run`` was asked for, checked before anything is done about it."""
-    from echelon.launch.job import check
-    from echelon.launch.roles import check_roles
-    from echelon.launch.schedulers.surroundings import completed
+    from echelon.launcher.job import check
+    from echelon.launcher.roles import check_roles
+    from echelon.launcher.schedulers.surroundings import completed
 
     options = completed(options)
     of_roles = ("servers", "workers", "pservers", "trainers", "trainer_id_from", "state")
@@ -316,6 +321,52 @@ def plan(
 
 
 @app.command()
+def memory(
+    model: Annotated[
+        str,
+        typer.Argument(help="A script, zoo:NAME, gpt:layers=...,..., or file.py:callable, as for 'echelon plan'."),
+    ],
+    args: Annotated[list[str] | None, typer.Argument(help="A script's own arguments, after --.")] = None,
+    *,
+    procs: Annotated[int, typer.Option(help="Processes, each with samples of its own.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples that each process is given at a time.", show_default="the model's")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda: whose kernels are counted.", show_default="what is here")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam, sgd, momentum, lamb ...", show_default="the script's, or adamw")
+    ] = None,
+    amp: Annotated[str | None, typer.Option(help="bf16, fp16 or off.", show_default="the script's, or off")] = None,
+    recompute: Annotated[
+        bool | None,
+        typer.Option("--recompute/--no-recompute", help="Keep few activations.", show_default="the script's, or no"),
+    ] = None,
+    shard: Annotated[
+        int | None, typer.Option(help="0 to 3: what processes share out.", show_default="the script's, or 0")
+    ] = None,
+    merge: Annotated[
+        int | None, typer.Option(help="Batches that make up one update.", show_default="the script's, or 1")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option("--input", help="One sample, where no batch comes with the model: 3x224x224, int64:128:30522."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    save: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write memory.json there, for 'echelon report DIR'.")
+    ] = None,
+) -> None:
+    """Say what a training step holds, by module and kind, when it holds most, and what would save; nothing trains."""
+    from echelon.footprint.command import memory_words
+
+    given = {"procs": procs, "batch": batch, "device": device, "optimizer": optimizer, "input": inputs}
+    given |= {"amp": amp, "recompute": recompute, "shard": shard, "merge": merge}
+    memory_words(model, args or [], as_json=as_json, save=save, **given)
+
+
+@app.command()
 def bench(
     *,
     out: Annotated[
@@ -344,6 +395,70 @@ def doctor(
     from echelon.doctor.command import doctor_words
 
     raise typer.Exit(doctor_words(context.args, checkpoint, json, quick))
+
+
+@app.command(context_settings={"allow_interspersed_args": True})
+def verify(
+    script: Annotated[str, typer.Argument(help="The script to verify (or, with -m, the module).")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
+    *,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    procs: Annotated[
+        int | None, typer.Option(help="Processes.", show_default="one per visible GPU, 2 at least")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="How many GPUs, or which, as for run.")] = None,
+    planned: Annotated[str | None, typer.Option("--plan", help="The plan to run, as for run.")] = None,
+    steps: Annotated[int, typer.Option(help="Updates to compare.")] = 5,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Relative difference that is still the same.", show_default="1e-4, or the strategy's"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Train a script for some steps on several processes and in one, and say where their numbers part."""
+    from echelon.verify.command import Asked, launcher_words, verify_words
+
+    words = tuple(launcher_words(procs, gpus, planned))
+    raise typer.Exit(verify_words(Asked(script, tuple(args or []), module, steps, tolerance, words), as_json))
+
+
+@app.command()
+def timeline(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The run's log directory.")] = "log",
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say where the steps went that 'echelon run --timeline' has recorded, and put all ranks into one trace."""
+    from echelon.timeline.command import timeline_words
+
+    print(timeline_words(directory, as_json))
+
+
+@app.command()
+def report(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The log directory of a run.")] = "log",
+    *,
+    out: Annotated[str | None, typer.Option(help="The page to write.", show_default="DIR/report.html")] = None,
+) -> None:
+    """Make one page of a run: curves, plan, time, memory, ranks, settings and events."""
+    from echelon.report.command import report as write
+
+    print(f"echelon: {write(directory, out)} written")
+
+
+@app.command()
+def watch(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The log directory of a run.")] = "log",
+    *,
+    port: Annotated[int, typer.Option(help="Where to serve it; 0: any port that is free.")] = 7171,
+    host: Annotated[str, typer.Option(help="On which address; others than this machine's own get a token.")] = (
+        "127.0.0.1"
+    ),
+) -> None:
+    """Serve the page of a run while it goes on."""
+    from echelon.report.command import watch as serve_page
+
+    serve_page(directory, host, port)
 
 
 @app.command(name="fetch-data")

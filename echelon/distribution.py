@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from echelon import world as worlds
-from echelon.annotate import collect
+from echelon.annotation import collect
 from echelon.elastic import Elastic, fitted, rule_in_force
 from echelon.engine import Engine
-from echelon.environment import COPIES, PLAN_ONLY, whole_number
+from echelon.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
 from echelon.errors import UsageError, nearest
+from echelon.fast.look import quickened
 from echelon.keep import Checkpoint, Scheduler
 from echelon.nn import SparseEmbedding
 from echelon.objective import LossFunction, as_batch
@@ -25,6 +26,7 @@ from echelon.plan import Plan, make_plan
 from echelon.planner.run.auto import Choosing, find_saved, origin_of, refuse_company
 from echelon.planner.run.saved import SavedPlan
 from echelon.planner.run.trial import find_trial
+from echelon.record.describe import strategy_settings
 from echelon.slices import Slices
 from echelon.slices import current as current_cluster
 from echelon.strategy import Auto, ParameterServer, Strategy
@@ -34,6 +36,7 @@ from echelon.world import World
 
 if TYPE_CHECKING:
     from echelon.ps.served import Served
+    from echelon.verify.witness import Witness
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -69,29 +72,36 @@ def distribute(
     if PLAN_ONLY in os.environ:
         from echelon.planner.explain.script import listen
 
-        return listen(model, optimizer=optimizer, loss=loss, sample=sample)  # type: ignore[no-any-return]
+        return listen(model, optimizer=optimizer, loss=loss, strategy=strategy, sample=sample)  # type: ignore[no-any-return]
     world = worlds.current()
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model.to(world.device)
+    witness = _witness(model, strategy)
     optimizers, asked = _named(optimizer), strategy or Strategy()
     served = _served(model, asked, optimizers, world)
     world = _world_of(served, world)
     marks, here = collect(model), world.place.local_world_size
+    terms = (asked, marks, plan, cluster, elastic)
+    asked, marks, plan, cluster, elastic = terms if witness is None else witness.terms(*terms)
     trial, saved = find_trial(), find_saved(plan)
-    if trial is not None:  # it leaves no trace
+    if trial is not None or witness is not None:  # it leaves no trace
         checkpoint, log = None, Log(console=False)
     if trial or saved or asked.auto:
         refuse_company(asked, marks, cluster, served is not None, planned=saved is not None)
     rule = rule_in_force(elastic, by_servers=served is not None and served.dense)
     marks, slices, reshaped = fitted(rule, marks, cluster or current_cluster(), world.size, here)
     made = make_plan(model, optimizers, asked, world.size, here, marks, slices)
-    choosing = Choosing(_described(asked.part(Auto), rule, world.size), world, model, loss, optimizers)
+    if not (trial or saved or asked.auto):  # plans that are found say it themselves
+        made = quickened(made, asked, world, model, optimizers, served is not None)
+    fast = asked.fast is not False
+    choosing = Choosing(_described(asked.part(Auto), rule, world.size), world, model, loss, optimizers, fast)
     engine = Engine(
         *(world, Groups(world.backend), model, loss, optimizers, _listed(scheduler), made, marks, checkpoint),
         *(log or Log(), served, choosing, rule),
     )
     engine.trial = trial
+    engine.record.settings(strategy_settings(asked))
     report(world)
     if reshaped is not None:
         engine.say(reshaped)
@@ -110,7 +120,16 @@ def distribute(
         served.begin()
     if trial is None and (checkpoint is not None or _copies(served)):
         engine.heed_signals()
-    return engine
+    return engine if witness is None else witness.attend(engine)
+
+
+def _witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
+    """Who looks on, in a process that ``echelon verify`` has started."""
+    if VERIFY not in os.environ:
+        return None
+    from echelon.verify.attend import find_witness
+
+    return find_witness(model, strategy)
 
 
 def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.data.order import block
 from echelon.environment import ELASTIC
 from echelon.errors import UsageError

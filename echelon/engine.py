@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.announcement import announcement, left_out, local_statistics, placement
 from echelon.assembly import Parts, assemble
 from echelon.data import Loader
@@ -25,7 +24,8 @@ from echelon.elastic import Beginning, Elastic
 from echelon.environment import REQUEUE
 from echelon.errors import CheckpointError, Damaged, EchelonError, LossError, UsageError, nearest
 from echelon.evaluate import Judged, Metric, evaluate
-from echelon.feeding import Feeding
+from echelon.fast.path import FastPath, fast_path, plain_pass, prepare
+from echelon.feeding import Feeding, is_data_set
 from echelon.keep import Checkpoint, Keeper, Scheduler
 from echelon.leave import Leaving
 from echelon.memory.where import Where
@@ -34,7 +34,6 @@ from echelon.parallel.agree import RollCall, agree, agree_on_batch, together
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
-from echelon.parallel.gradients import scaled
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
 from echelon.parallel.peers import peers_explained
@@ -47,6 +46,9 @@ from echelon.parallel.whole import whole_state
 from echelon.plan import Plan
 from echelon.plan.make import batch_norm_names
 from echelon.plan.mesh import AXES
+from echelon.record.events import Kind
+from echelon.record.recorder import Recorder
+from echelon.timeline.recording import Recording, asked_for
 from echelon.watch import Log, Watch
 from echelon.watch.activity import activity
 from echelon.watch.losses import Losses
@@ -91,6 +93,7 @@ class Engine:
         self._groups: Groups | None = groups  # None when closed
         self._given, self._judged_by = optimizers, loss  # what the user made, and schedules drive
         self._parts: Parts | None = None  # until ``assemble``
+        self._fast: FastPath | None = None
         self._choosing = choosing  # with ``auto``, until the plan is found
         self.trial: Trial | None = None  #: in a process that only times a candidate of ``auto``
         self._beginning = Beginning(elastic, world.size)
@@ -101,7 +104,10 @@ class Engine:
         self._log = log
         self._watch = Watch(log, world.device, self.worker)
         self._clock = self._watch.clock
-        self._owned = len(_parameters_of(optimizers))
+        self._timeline: Recording | None = asked_for(log, self._watch.directory)
+        self.record = Recorder(self._watch.directory, self.worker)  #: what the run writes down of itself
+        self._keeper.saved = self._note_saved if self.worker == 0 else None
+        self._owned = _parameter_count(optimizers)
         self._local_loss = torch.zeros(())  # sum of what backward() was given since the last update()
         self._loader: Loader | None = None
         self._losses = Losses(world.rank, on_gpu=world.device.type == "cuda")
@@ -141,11 +147,15 @@ class Engine:
             self.assemble(batch)
         seed_for_rank(self.world.seed, self.stream)
         self.announce()
+        self.record.begun(self)
+        if self._timeline is not None:
+            self._timeline.begin(self)
 
     def assemble(self, batch: Any = None) -> None:
         """Give this rank its part of the model. A pipeline needs a batch for it: it is cut by recording a forward."""
         if self._groups is None:
             raise UsageError("the engine is closed and trains no more; call distribute() for another")
+        prepare(self.model, self.plan.fast)
         parts = assemble(
             self.world,
             self._groups,
@@ -159,10 +169,16 @@ class Engine:
         )
         self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
         self._gradients, self._scaler, self._local = parts.gradients, parts.scaler, parts.local
-        self._owned = len(_parameters_of(self._given))
+        self._owned = _parameter_count(self._given)
+        if self.plan.lean is not None:
+            from echelon.lean.adam import attend
+
+            self._notices += attend(self.optimizers, lambda: self._rate_factor(self.steps + 1), lambda: self._copies)
+        self._fast = fast_path(self.plan, self.model, self._objective, self._given, self.say)
         axes = (*self.plan.data_axes, *(["stage"] if self.plan.stages else []))
         self._group = self._grid.group(*axes)  # who knows of one global loss
         self._together = None if self._local else self._group  # who shares every step
+        self._gradients.meet(self._together)
         self._losses.group = self.world.control if self._together else None
         self._shared_axes = tuple(axis for axis in ("stage", "split") if axis not in self.plan.data_axes)
         self._partners = self._grid.control(*self._shared_axes) if self.plan.in_parts else None
@@ -172,7 +188,7 @@ class Engine:
             self._local.before_meeting = lambda: self._roll.answer("step", self.steps + 1)
         if self._log.placement:
             for line in placement(self.plan, self._marks, self.world.place.local_world_size):
-                self.say(line)
+                self._watch.say(line)
         if self.served is not None:
             self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
             self.served.blob = lambda: self._keeper.leave_behind(self.steps + 1)
@@ -180,6 +196,7 @@ class Engine:
             atexit.register(self._close_at_exit)  # after those of the links, so that it still finds them open
         if self._pending is not None:
             self._restore(self._pending)
+        self.record.assembled(self)
 
     # ---- training ----
 
@@ -197,6 +214,8 @@ class Engine:
             self.trial.run(self, itertools.repeat((batch, named)))
         with self._explained():
             inputs = as_batch(batch, named, self.world.device)
+            if self._fast is not None:
+                inputs = self._fast.arrange(inputs)
             count = self._feeding.count(inputs, samples)
             parts = self._assembled(inputs)
             self._compare_batches(inputs)
@@ -230,11 +249,13 @@ class Engine:
         """
         self._need_plan()
         chosen, weight = self._chosen(optimizer), 1.0 if samples is None else samples
+        self._clock.lap("backward")
         with self._explained():
             tally = Tally(self._local_loss.to(self.world.device), weight, self.plan.reduce_op, self._together)
             self._gradients.reduce(chosen, weight, tally, self.steps)
             self._note_loss(tally)
         self._local_loss = torch.zeros(())
+        self._clock.lap("communicate")
         self._apply(chosen, tally)
 
     @together("evaluate")
@@ -243,13 +264,13 @@ class Engine:
     ) -> dict[str, float]:
         """Mean loss and metrics over ``data``, every sample counted once.
 
-        ``data`` is a data set, shared out in batches of ``batch_size`` (64) a replica, or an iterable of batches that
-        are this rank's own.
+        ``data`` is a data set or a tuple of tensors, shared out in batches of ``batch_size`` (64) a replica, or an
+        iterable of batches that are this rank's own.
         """
         self._need_plan()
         self._feeding.taken()  # what is left of the batch before is no part of this
         batches = data
-        if batch_size is not None or isinstance(data, Dataset):
+        if batch_size is not None or is_data_set(data):
             batches = self._feeding.judged(data, batch_size or 64)
         with self._as_one_model():
             results = evaluate(self.model, self._judge, batches, metrics, self.world, self._feeding.taken)
@@ -329,7 +350,8 @@ class Engine:
         if self._parts.shards is not None:
             self._parts.shards.refresh()
         self.steps = stored.step
-        self.say(f"resumed from {stored.title}, after step {stored.step}{stored.origin}")
+        self.say(f"resumed from {stored.title}, after step {stored.step}{stored.origin}", "resumed")
+        self.record.resumed()
         if stored.world_size != self.world.size:
             self.say(f"saved by {stored.world_size} ranks, resumed by {self.world.size}: random streams start afresh")
 
@@ -338,7 +360,8 @@ class Engine:
         when there are any."""
         if self.served is not None and (left := self.served.resumed) is not None:
             self.steps = self._keeper.take_up(left)
-            self.say(f"went on after step {self.steps}, where this worker was before it was started again")
+            self.say(f"went on after step {self.steps}, where this worker was before it was started again", "resumed")
+            self.record.resumed()
             return
         if (copies := self._remembered()) is not None:
             self._go_on_from(copies)
@@ -384,6 +407,7 @@ class Engine:
         atexit.unregister(self._close_at_exit)
         self._leave_servers(done=True)
         self._finish_background()
+        self.record.closed(self)
         if self._groups is not None:
             self._groups.close()
             self._keeper.close()
@@ -407,6 +431,8 @@ class Engine:
         raise SystemExit(REQUEUE)
 
     def _finish_background(self) -> None:
+        if self._timeline is not None:
+            self._timeline.close(self)
         self._watch.close()
         self._keeper.wait()
         if self._copies is not None:
@@ -425,6 +451,7 @@ class Engine:
         try:
             self._leave_servers(done=not _failing())
             self._finish_background()
+            self.record.closed(self, getattr(sys, "last_value", None))
         except EchelonError as error:  # the last checkpoint failed in the background, say
             print(f"echelon: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -461,7 +488,7 @@ class Engine:
 
     def answer_roll(self, call: str, *args: Any, **named: Any) -> None:
         """In the first steps, say which call this rank is about to make; where ranks step alone, when they meet."""
-        if self._groups is None or (self._local and call in ("step", "update")):
+        if self._groups is None or ((self._local or self._roll.silent) and call in ("step", "update")):
             return
         share = call == "step" and self._parts is not None and self._partners is None and self.plan.in_parts
         sharers = self._grid.ranks(*self._shared_axes) if share else ()
@@ -470,13 +497,10 @@ class Engine:
             self._roll.answer(call, self.steps + 1, repr(which) if which else "", (args, named), sharers)
 
     def _step(self, inputs: Any, count: float) -> Tally:
-        loss = self._loss(inputs)
+        run = self._fast.run if self._fast is not None else plain_pass
+        loss, backward = run(inputs, self._loss)
         self._clock.lap("forward")
-        tally = Tally(loss, count, self.plan.reduce_op, self._together)
-
-        def backward(weight: Tensor | float) -> None:
-            scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
-
+        tally = Tally(loss, count, self.plan.reduce_op, self._together, self._gradients.ride)
         self._gradients.add(backward, count, tally, self._clock, self.steps)
         return tally
 
@@ -506,6 +530,9 @@ class Engine:
         self.steps += 1
         activity.steps += 1
         self._clock.lap("update")
+        if self._timeline is not None:
+            with self._explained():
+                self._timeline = self._timeline.after(self, self._total_steps())
         self._watch.step(self.steps, tally.loss, samples, rate * self._rate_factor(self.steps), self._total_steps())
         if self._leaving is not None and self._leaving.due(self.steps, self._next_meeting):
             self._copy(at_once=True)
@@ -560,7 +587,7 @@ class Engine:
 
     def _refuse_new_parameters(self) -> None:
         """What was given to an optimizer after the plan was made is reduced by nobody."""
-        if self.world.size > 1 and len(_parameters_of(self._given)) != self._owned:
+        if self.world.size > 1 and _parameter_count(self._given) != self._owned:
             raise UsageError("an optimizer was given more parameters after distribute(); call distribute() again")
 
     def _loss(self, inputs: Any) -> Tensor:
@@ -624,19 +651,35 @@ class Engine:
         """Which of the processes that train this is."""
         return self.served.worker if self.served is not None and self.served.dense else self.world.rank
 
-    def say(self, text: str) -> None:
-        """A line on rank 0's console."""
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's index along every axis of the mesh."""
+        return self._grid.at
+
+    @property
+    def found(self) -> SavedPlan | None:
+        """The plan as it was found (``auto``, a saved plan); None where marks and strategy said all."""
+        return self._found
+
+    def say(self, text: str, kind: Kind = "notice") -> None:
+        """A line on rank 0's console, and among the run's events."""
         self._watch.say(text)
+        if self.worker == 0:
+            self.record.event(kind, text)
+
+    def _note_saved(self, path: Path) -> None:
+        self.record.event("saved", f"saved {path}")
 
     def announce(self) -> None:
         """Say what will run, and what the user may not expect."""
         held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # in place of parameters
-        for line in (
+        self.record.said = [
             *announcement(self.world, self.plan, (*self._notices, *(self.served.describe() if self.served else ()))),
             *([local_statistics(self.plan)] if self._has_local_statistics() else []),
             *left_out(self.model, held, {id(p) for p in _parameters_of(self._given)}),
-        ):
-            self.say(line)
+        ]
+        for line in self.record.said:
+            self._watch.say(line)
 
     def _chosen(self, name: str | None) -> Mapping[str, torch.optim.Optimizer]:
         if name is None:
@@ -672,6 +715,10 @@ class Engine:
 def _failing() -> bool:
     """For exit handlers: whether the process ends because of an error that nobody caught."""
     return getattr(sys, "last_value", None) is not None
+
+
+def _parameter_count(optimizers: Mapping[str, torch.optim.Optimizer]) -> int:
+    return sum(len(group["params"]) for optimizer in optimizers.values() for group in optimizer.param_groups)
 
 
 def _parameters_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[nn.Parameter]:

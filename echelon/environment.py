@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from echelon.errors import UsageError
 
 LOG_DIR = "ECHELON_LOG_DIR"
+#: Where a run is written down, where that is not the log directory (``echelon train`` has an output_dir).
+RECORD_DIR = "ECHELON_RECORD_DIR"
 # Names that Paddle's scripts look for. The launcher sets them; the number of hosts may also be asked for by them.
 PADDLE_RANK, PADDLE_WORLD = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 PADDLE_ENDPOINTS, PADDLE_ENDPOINT = "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"
@@ -36,6 +38,8 @@ PS_STATE, PS_JOIN_TIMEOUT = "ECHELON_PS_STATE", "ECHELON_PS_JOIN_TIMEOUT"
 BOUND_MARK = "ECHELON_BOUND_MARK"
 #: How often the launcher has started this very process again; RESTART_COUNT: how often all of them together.
 RESTARTS, RESTART_COUNT = "ECHELON_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
+#: Set to True where the launcher serves the ranks' store; else rank 0 does.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 #: Which server of the list this process is; ``echelon run`` names the log after it.
 SERVER_INDEX = "ECHELON_SERVER"
 
@@ -48,6 +52,8 @@ DATA_DIR = "ECHELON_DATA_DIR"
 PLAN, TRIAL = "ECHELON_PLAN", "ECHELON_TRIAL"
 #: ``echelon plan`` starts a script with it: a file with the question that ``distribute()`` answers, and trains nothing.
 PLAN_ONLY = "ECHELON_PLAN_ONLY"
+#: ``echelon verify`` starts a script with it: a file that says what its processes are to write down, or to compare.
+VERIFY = "ECHELON_VERIFY"
 
 #: The secret of a job on several hosts, or a file that holds it.
 TOKEN, TOKEN_FILE = "ECHELON_TOKEN", "ECHELON_TOKEN_FILE"
@@ -63,6 +69,8 @@ STALL = "ECHELON_STALL"
 STALL_JUDGE = "ECHELON_STALL_JUDGE"
 #: Set to 1: ranks compare their calls in every step, not in the first ones only.
 CHECK = "ECHELON_CHECK"
+#: The steps whose timeline is recorded: ``5:10``, or ``auto``; see echelon/timeline.
+TIMELINE = "ECHELON_TIMELINE"
 #: The file in which the ranks of ``echelon doctor`` leave, for its command, how many things are wrong.
 DOCTOR_RESULT = "ECHELON_DOCTOR_RESULT"
 #: The exit code of a process that was asked to end, has saved, and wants to be started again (EX_TEMPFAIL).

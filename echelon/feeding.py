@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.utils.data import Dataset
+
 from echelon.data import Loader
 from echelon.data.loader import reads_apart
 from echelon.elastic import Beginning, shares
@@ -16,6 +19,12 @@ from echelon.world import World
 
 if TYPE_CHECKING:
     from echelon.ps.served import Served
+
+
+def is_data_set(data: Any) -> bool:
+    """Whether ``data`` holds samples, and not batches: a data set, or tensors side by side."""
+    tensors = isinstance(data, tuple) and bool(data) and all(isinstance(part, Tensor) for part in data)
+    return isinstance(data, Dataset) or tensors
 
 
 class Feeding:

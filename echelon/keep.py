@@ -73,6 +73,7 @@ class Keeper:
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
         self._loader_states: list[dict[str, Any]] = []
+        self.saved: Callable[[Path], None] | None = None  #: told when a checkpoint is complete, perhaps from a thread
 
     def takes(self, parts: Parts) -> None:
         """From now on, keep these."""
@@ -127,6 +128,8 @@ class Keeper:
             served.save(Path(place), step, alone=served.dense or self._world.rank == 0)
         tensors, facts = self._state()
         facts["servers"] = served.saved_as(step) if served is not None else None
+        if wait is None and any(getattr(optimizer, "fills_host", False) for optimizer in self._optimizers.values()):
+            wait = True  # there is no room for a second copy, from which to write in the background
         path = self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
         if served is not None and self._world.rank == 0:
             served.forget_saves(Path(place))
@@ -388,6 +391,7 @@ class Keeper:
                 group=self._world.control,
                 timeout=self._world.timeout,
             )
+            self._writers[directory].saved = self.saved
         return self._writers[directory]
 
 

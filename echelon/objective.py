@@ -33,6 +33,10 @@ class Objective:
         self._accepts = _accepted_names(model)
         self._with_losses: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_loss")]
 
+    def change_loss(self, change: Callable[[LossFunction], LossFunction]) -> None:
+        """Have the loss computed by what ``change`` makes of its function; a model's own loss stays."""
+        self._loss = None if self._loss is None else change(self._loss)
+
     def __call__(self, batch: Any) -> tuple[Any, Tensor]:
         """The model's output and the scalar loss, auxiliary losses that modules left behind included."""
         with self._precision():
@@ -88,7 +92,8 @@ def as_batch(args: tuple[Any, ...], named: dict[str, Any], device: torch.device)
 
 def count_samples(batch: Any) -> int:
     """The length of the first dimension of the batch's first tensor."""
-    for leaf in tree_leaves(batch):
+    first = batch[0] if isinstance(batch, tuple | list) and batch else None
+    for leaf in (first,) if isinstance(first, Tensor) and first.dim() else tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise DataError(

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.errors import UsageError
 from echelon.marks import within
 from echelon.plan.mesh import coordinates

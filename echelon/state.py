@@ -93,7 +93,8 @@ def restore_optimizers(
         for full in everything:
             name, _, field = full.removeprefix(prefix).rpartition(".")
             if full.startswith(prefix) and name in holdings.parameters:
-                by_name.setdefault(name, {})[field] = read(full, holdings.layouts.get(name))
+                later = functools.partial(read, full, holdings.layouts.get(name))
+                by_name.setdefault(name, {})[field] = later if getattr(optimizer, "reads_later", False) else later()
         for name, fields in facts[key]["values"].items():
             by_name.setdefault(name, {}).update({field: decode(value) for field, value in fields.items()})
         _load(key, optimizer, holdings, facts[key]["groups"], by_name)
@@ -121,7 +122,9 @@ def _load(
         members = [names[id(parameter)] for parameter in group["params"]]
         ids = list(range(index, index + len(members)))
         state |= {i: by_name[name] for i, name in zip(ids, members, strict=True) if name in by_name}
-        param_groups.append({**decode(stored["options"]), "params": ids})
+        # How a step is taken is this machine's affair.
+        here: dict[str, Any] = {name: group[name] for name in ("fused", "foreach") if name in group}
+        param_groups.append({**decode(stored["options"]), **here, "params": ids})
         index += len(members)
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 

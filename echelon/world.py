@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+import echelon.untraced  # noqa: F401  # before an optimizer is made
 from echelon.environment import (
+    AGENT_STORE,
     BOUND_MARK,
     LOOPBACK,
     PADDLE_ENDPOINTS,
@@ -146,6 +148,12 @@ def shutdown() -> None:
     _world = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def forget() -> None:
+    """In a process that was forked: the parent's job is not this one's."""
+    global _world  # noqa: PLW0603
+    _world = None
 
 
 def _leave() -> None:
@@ -316,7 +324,7 @@ def _join(place: Place, chosen: torch.device, wanted: str, timeout: float) -> tu
 
 def _open_store(place: Place, limit: timedelta) -> Store:
     """The meeting point. Rank 0 serves it, on loopback when the whole job is on one host."""
-    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served_by_agent = os.environ.get(AGENT_STORE) == "True"
     attempt = os.environ.get(RESTART_COUNT, "0")
     serve = place.rank == 0 and not served_by_agent
     listener = _listen(place) if serve else None
