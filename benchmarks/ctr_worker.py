@@ -131,7 +131,7 @@ def servers_cpu() -> float:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == os.getppid() and b"echelon.launch.server" in (process / "cmdline").read_bytes():
+            if int(fields[1]) == os.getppid() and b"echelon.launcher.server" in (process / "cmdline").read_bytes():
                 seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return seconds
 

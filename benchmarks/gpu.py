@@ -1,9 +1,13 @@
-"""Echelon beside a hand-written loop on one GPU: ResNet-50 and BERT-large, bf16, compiled.
+"""Echelon's defaults beside hand-written loops, Lightning Fabric and Accelerate on one GPU, bf16.
 
-    python benchmarks/gpu.py [--only resnet50|bert_large] [--rounds 8] [--steps 20] [--eager] [--out results.json]
+    python benchmarks/gpu.py resnet50|resnet50_64|bert_large|bert_large_64|gpt2_medium
+        [--contenders eager compiled graphs fabric accelerate echelon] [--rounds 3] [--steps 15] [--out results.json]
 
-Both contenders live in one process and take turns; the figure is the median over rounds of the ratio within a round.
-Needs a GPU, torchvision and transformers.
+All contenders live in one process and take turns; ratios are medians over rounds of the ratio within a round. The
+hand-written loops are an expert's: channels last, fused optimizer, model and loss compiled as one. Fabric and
+Accelerate get a compiled model. Echelon gets the plain model and a plain optimizer: ``echelon.distribute(model, ...)``.
+The least time that a step can take is computed by roofline.py. Needs a GPU, torchvision, transformers, lightning and
+accelerate.
 """
 
 from __future__ import annotations
@@ -17,139 +21,207 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from gpu_workloads import WORKLOADS, Workload
+from roofline import PEAK, floor
 from torch import Tensor, nn
 
 import echelon
 
 Step = Callable[[], object]
+FIRST = 3  #: steps that count as starting
 
 
-def resnet50() -> tuple[nn.Module, tuple[Tensor, ...], Any, int]:
-    from torchvision.models import resnet50 as build
-
-    model = build().to("cuda", memory_format=torch.channels_last)
-    images = torch.randn(256, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
-    return model, (images, torch.randint(1000, (256,), device="cuda")), F.cross_entropy, 256
-
-
-class MaskedLanguageModel(nn.Module):
-    """BERT-large with its output layer, as a function from token ids to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import BertConfig, BertForMaskedLM
-
-        config = BertConfig(
-            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
-            hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, attn_implementation="sdpa",
-        )  # fmt: skip
-        self.bert = BertForMaskedLM(config)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.bert(ids).logits
-        return logits
+def expert(work: Workload) -> tuple[nn.Module, tuple[Tensor, Tensor], torch.optim.Optimizer]:
+    model, (inputs, targets) = work.build().to("cuda"), work.batch()
+    if work.images:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = inputs.to(memory_format=torch.channels_last)
+    return model, (inputs, targets), work.optimizer(model.parameters(), fused=True)
 
 
-def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+def hand_written(work: Workload, compiled: bool, mode: str | None = None) -> Step:
+    model, batch, optimizer = expert(work)
 
+    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
+        return work.loss(model(inputs), targets)
 
-def bert_large() -> tuple[nn.Module, tuple[Tensor, ...], Any, int]:
-    ids = torch.randint(30000, (64, 128), device="cuda")
-    return MaskedLanguageModel().to("cuda"), (ids, ids.clone()), token_loss, 64
-
-
-WORKLOADS = {"resnet50": resnet50, "bert_large": bert_large}
-
-
-def optimizer_for(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    if name == "resnet50":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def hand_written(name: str, compiled: bool) -> tuple[Step, int]:
-    torch.manual_seed(0)
-    model, (inputs, targets), loss_function, batch = WORKLOADS[name]()
-    optimizer = optimizer_for(model, name)
-    if compiled:
-        model.compile()
+    run = torch.compile(forward, mode=mode) if compiled else forward
 
     def step() -> object:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = loss_function(model(inputs), targets)
-        optimizer.zero_grad()
+            loss = run(*batch)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return loss
 
-    return step, batch
+    return step
 
 
-def ours(name: str, compiled: bool) -> tuple[Step, int]:
-    torch.manual_seed(0)
-    model, data, loss_function, batch = WORKLOADS[name]()
-    if compiled:
-        model.compile()
+def fabric(work: Workload) -> Step:
+    from lightning.fabric import Fabric
+
+    model, (inputs, targets), optimizer = expert(work)
+    fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-mixed")
+    fabric.launch()
+    run, stepper = fabric.setup(torch.compile(model), optimizer)
+
+    def step() -> object:
+        loss = work.loss(run(inputs), targets)
+        fabric.backward(loss)
+        stepper.step()
+        stepper.zero_grad()
+        return loss
+
+    return step
+
+
+def accelerate(work: Workload) -> Step:
+    from accelerate import Accelerator
+
+    model, (inputs, targets), optimizer = expert(work)
+    accelerator = Accelerator(mixed_precision="bf16")
+    run, stepper = accelerator.prepare(torch.compile(model), optimizer)
+
+    def step() -> object:
+        loss = work.loss(run(inputs), targets)
+        accelerator.backward(loss)
+        stepper.step()
+        stepper.zero_grad()
+        return loss
+
+    return step
+
+
+def ours(work: Workload, fast: Any = None) -> Step:
+    model, batch = work.build().to("cuda"), work.batch()
     engine = echelon.distribute(
         model,
-        loss=loss_function,
-        optimizer=optimizer_for(model, name),
-        strategy=echelon.Strategy(amp="bf16"),
-        log=echelon.Log(console=False, every=50),
+        loss=work.loss,
+        optimizer=work.optimizer(model.parameters()),
+        strategy=None if fast is None else echelon.Strategy(fast=fast),
+        log=echelon.Log(lines=False, every=50),
     )
-    return lambda: engine.step(*data), batch
+    return lambda: engine.step(*batch)
 
 
-def compare(name: str, compiled: bool, rounds: int, steps: int) -> dict[str, object]:
-    begin = time.perf_counter()
-    contenders = {"hand-written": hand_written(name, compiled), "echelon": ours(name, compiled)}
-    for step, _ in contenders.values():
-        for _ in range(10):
-            step()
-    torch.cuda.synchronize()
-    warm = time.perf_counter() - begin
-    speeds: dict[str, list[float]] = {key: [] for key in contenders}
+CONTENDERS: dict[str, Callable[[Workload], Step]] = {
+    "eager": lambda work: hand_written(work, compiled=False),
+    "compiled": lambda work: hand_written(work, compiled=True),
+    "graphs": lambda work: hand_written(work, compiled=True, mode="reduce-overhead"),
+    "fabric": fabric,
+    "accelerate": accelerate,
+    "echelon": ours,
+    "echelon_whole": lambda work: ours(work, echelon.Fast(compile="whole")),
+    "echelon_graphs": lambda work: ours(work, echelon.Fast(graphs=True)),
+    "echelon_eager": lambda work: ours(work, echelon.Fast(compile=False)),
+}
+
+
+class Contender:
+    """One way to train; its figures."""
+
+    def __init__(self, name: str, work: Workload, warm_up: int) -> None:
+        self.name, self.speeds = name, list[float]()
+        torch.manual_seed(0)
+        before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+        self._step, self._samples = CONTENDERS[name](work), work.samples
+        self.losses = [self._step() for _ in range(FIRST)]
+        torch.cuda.synchronize()
+        self.start = time.perf_counter() - begin
+        torch.cuda.reset_peak_memory_stats()  # compiling has had its own
+        self._step()
+        torch.cuda.synchronize()
+        self.memory = torch.cuda.max_memory_allocated() - before  # what a CUDA graph holds later counts as nothing
+        for _ in range(warm_up):
+            self._step()
+        torch.cuda.synchronize()
+        self.losses = [float(loss) for loss in self.losses]  # type: ignore[arg-type]
+
+    def turn(self, steps: int) -> None:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._step()
+        torch.cuda.synchronize()
+        self.speeds.append(self._samples * steps / (time.perf_counter() - begin))
+
+    def figures(self, least: dict[str, float]) -> dict[str, object]:
+        speed = statistics.median(self.speeds)
+        seconds = self._samples / speed
+        return {
+            "per_s": round(speed, 1),
+            "ms": round(1e3 * seconds, 2),
+            "peak_gb": round(self.memory / 1e9, 2),
+            "start_s": round(self.start, 1),
+            "mfu": round(least["operations"] / seconds / PEAK, 3),
+            "of_roofline": round(least["seconds"] / seconds, 3),
+            "first_losses": [round(loss, 4) for loss in self.losses],
+        }
+
+
+def compare(name: str, contenders: list[str], rounds: int, steps: int, warm_up: int) -> dict[str, object]:
+    work = WORKLOADS[name]
+    least = _least(work)
+    print(json.dumps({"workload": name, "least_ms": {k: round(1e3 * v, 2) for k, v in least.items() if k[-1] == "s"}}))
+    built: dict[str, Contender] = {}
+    for key in contenders:
+        try:
+            built[key] = Contender(key, work, warm_up)
+        except Exception as error:  # one that is not installed, or fails, must not cost the others their turn
+            print(json.dumps({key: f"{type(error).__name__}: {str(error)[:300]}"}), flush=True)
+            continue
+        print(json.dumps({key: {"start_s": round(built[key].start, 1), "losses": built[key].losses}}), flush=True)
     for turn in range(rounds):
-        for key in sorted(contenders, reverse=bool(turn % 2)):
-            step, batch = contenders[key]
-            begin = time.perf_counter()
-            for _ in range(steps):
-                step()
-            torch.cuda.synchronize()
-            speeds[key].append(batch * steps / (time.perf_counter() - begin))
-    ratios = [a / b for a, b in zip(speeds["echelon"], speeds["hand-written"], strict=True)]
+        for key in sorted(built, reverse=bool(turn % 2)):
+            built[key].turn(steps)
+    figures = {key: one.figures(least) for key, one in built.items()}
+    for key, row in figures.items():
+        print(json.dumps({key: row}), flush=True)
     return {
         "workload": name,
-        "compiled": compiled,
-        "hand_written_per_s": round(statistics.median(speeds["hand-written"]), 1),
-        "echelon_per_s": round(statistics.median(speeds["echelon"]), 1),
-        "ratio": round(statistics.median(ratios), 4),
-        "spread": [round(min(ratios), 4), round(max(ratios), 4)],
-        "start_and_warm_up_s": round(warm, 1),
+        "unit": work.unit,
+        "least": least,
+        "contenders": figures,
+        "echelon_against": _ratios(built),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
 
 
+def _ratios(built: dict[str, Contender]) -> dict[str, float]:
+    if "echelon" not in built:
+        return {}
+    mine = built["echelon"].speeds
+    return {
+        key: round(statistics.median(a / b for a, b in zip(mine, other.speeds, strict=True)), 4)
+        for key, other in built.items()
+        if key != "echelon"
+    }
+
+
+def _least(work: Workload) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, batch, _ = expert(work)
+    return floor(model, batch, work.loss, 1 if work.images else 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("workload", choices=list(WORKLOADS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=24)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu.py needs a GPU; torch sees none here")
     echelon.init()
-    names = [args.only] if args.only else list(WORKLOADS)
-    results = [compare(name, not args.eager, args.rounds, args.steps) for name in names]
-    for result in results:
-        print(json.dumps(result), flush=True)
+    contenders = args.contenders or ["eager", "compiled", "fabric", "accelerate", "echelon"]
+    result = compare(args.workload, contenders, args.rounds, args.steps, args.warm_up)
+    print(json.dumps({"workload": args.workload, "echelon_against": result["echelon_against"]}), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
