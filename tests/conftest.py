@@ -10,15 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: worke
 
 LONGEST = (
     "test_zoo_learning.py",
-    "test_hybrid_failure.py",
     "test_ray.py",
     "test_roles.py",
     "test_zoo_recipes.py",
     "test_examples.py",
     "test_hybrid_state.py",
+    "test_strategies.py",
     "test_run_plan.py",
     "test_zoo_train.py",
-    "test_survival.py",
     "test_docs.py",
     "test_hosts.py",
     "test_hybrid.py",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from echelon.annotate import annotate, collect, pipeline, replicate, set_default, split, stage
+from echelon.annotation import annotate, collect, pipeline, replicate, set_default, split, stage
 from echelon.errors import UsageError
 from echelon.marks import Pipeline, Replicate, Split, Stage
 

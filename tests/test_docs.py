@@ -34,14 +34,12 @@ def execute(name: str, source: str, directory: str) -> None:
 
 
 def cases() -> list[tuple[int, str, str]]:
-    """Every block on two ranks; those of the first page, and those that train nothing, also alone.
-
-    Those that only plan for machines one need not have are the same on any number of ranks: alone only.
-    """
+    """Every block that trains on two ranks, those of the first page alone, too; others, and those that start ranks
+    themselves, alone."""
     found = blocks()
-    plans = [one for one in found if one[1].startswith("from echelon.plan import ") and "import echelon" not in one[1]]
-    alone = [one for one in found if one[0].startswith("README") or "distribute(" not in one[1]]
-    return [(1, *one) for one in alone] + [(2, *one) for one in found if one not in plans]
+    trains = [one for one in found if "distribute(" in one[1] and "echelon.launch(" not in one[1]]
+    alone = [one for one in found if one[0].startswith("README") or one not in trains]
+    return [(1, *one) for one in alone] + [(2, *one) for one in trains]
 
 
 @pytest.mark.parametrize(("ranks", "name", "source"), cases(), ids=[f"{name}-{ranks}" for ranks, name, _ in cases()])

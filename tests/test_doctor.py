@@ -20,8 +20,8 @@ from echelon.doctor.report import Report
 from echelon.doctor.text import WIDTH, text_of
 from echelon.doctor.verdicts import findings
 from echelon.doctor.wrong_nic import GLOO, NCCL, Choice, Standing, gloo_choice, judge, nccl_choice
-from echelon.launch import network
-from echelon.launch.network import Nic, Route, route_to
+from echelon.launcher import network
+from echelon.launcher.network import Nic, Route, route_to
 
 LO, ETH, DOCKER = (
     Nic("lo", "127.0.0.1", True, 65536, None),

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import echelon
 from echelon import Checkpoint, Elastic, Log, LrScaling, Strategy
-from echelon.annotate import Marks
+from echelon.annotation import Marks
 from echelon.data import FileList, Loader
 from echelon.elastic import Beginning, fitted, rule_in_force, shares
 from echelon.environment import ELASTIC

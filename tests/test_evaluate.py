@@ -26,6 +26,8 @@ def evaluated(samples: int) -> tuple[dict[str, float], bool]:
     engine = echelon.distribute(net, loss=loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=QUIET)
     worst = {"worst": lambda output, target: F.cross_entropy(output, target, reduction="none")}
     results = engine.evaluate(data(samples), batch_size=4, metrics={"accuracy": "accuracy", **worst})
+    side_by_side = engine.evaluate(data(samples).tensors, metrics=["accuracy"])
+    assert side_by_side == pytest.approx({name: results[name] for name in side_by_side}, rel=1e-5)
     modes_kept = net.training and not net.body[1].training and net.body[4].training  # type: ignore[index, union-attr]
     return results, bool(modes_kept)
 

@@ -57,19 +57,19 @@ def count(marks: dict[str, Any], **strategy: Any) -> dict[str, int]:
 PAIR = {"up": split("column"), "down": split("row")}
 PIPELINE = {"": pipeline(micro_batches=4), "first": stage(0), "up": stage(0), "down": stage(1), "head": stage(1)}
 EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
-    # one bucket, and the small message of (loss, samples)
-    "data parallel": ({}, {}, {"all_reduce": 1, "all_gather": 1}),
+    # one bucket, which takes loss and samples along
+    "data parallel": ({}, {}, {"all_reduce": 1}),
     # one sum forward, one backward; ranks share a batch, so no gradient travels
     "pair": (PAIR, {}, {"all_reduce": 2}),
     "pair and clip": (PAIR, {"clip": 1.0}, {"all_reduce": 2, "all_gather": 1}),
     # the sum of the head's input gradient, and one message for the loss: logits stay where they are
     "classes": ({"head": split()}, {}, {"all_reduce": 1, "all_gather": 1}),
     # each rank its own batch: shapes, features and targets in, one row of losses, loss gradients; features' gradient
-    # back by exchange; a bucket for what is replicated, and the small message
+    # back by exchange; a bucket for what is replicated, with loss and samples
     "classes beside replicas": (
         {"first": replicate(), "up": replicate(), "down": replicate(), "head": split()},
         {},
-        {"all_gather": 6, "send": 1, "recv": 1, "all_reduce": 1},
+        {"all_gather": 5, "send": 1, "recv": 1, "all_reduce": 1},
     ),
     # four micro-batches, one message each way; samples, and the loss, in two small ones
     "pipeline": (PIPELINE, {}, {"send": 4, "recv": 4, "all_gather": 2}),

@@ -26,7 +26,7 @@ import echelon
 from echelon import Checkpoint, LocalSgd, Strategy, leave
 from echelon.checkpoint import latest
 from echelon.environment import LEAVE_MARK, REQUEUE
-from echelon.launch import worker
+from echelon.launcher import worker
 
 
 def data() -> TensorDataset:

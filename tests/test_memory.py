@@ -21,7 +21,7 @@ from zoo import QUIET
 import echelon
 from echelon import Dgc, LocalSgd, Strategy, annotate, pipeline, split, stage
 from echelon.environment import MEMORY
-from echelon.launch.secret import prove
+from echelon.launcher.secret import prove
 from echelon.memory.bank import Bank
 from echelon.memory.companion import Memory, describe
 from echelon.memory.wire import LONGEST, Line, Refused
@@ -64,6 +64,7 @@ CASES = {
     "split x data": Case(splits=True),
     "localsgd": Case(Strategy(localsgd=LocalSgd(k_steps=2)), dropout=0.0),
     "dgc": Case(Strategy(dgc=Dgc(sparsity=(0.75,), min_size=10)), optimizer="sgd"),
+    "lean": Case(Strategy(lean=True)),
 }
 #: Without dropout: other ranks have other random streams.
 MOVED = {

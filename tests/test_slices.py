@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from echelon.annotate import annotate, collect, replicate, split, stage
+from echelon.annotation import annotate, collect, replicate, split, stage
 from echelon.errors import UsageError
 from echelon.slices import Slices, cluster, current, placement_table
 

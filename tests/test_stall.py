@@ -21,7 +21,7 @@ from zoo import QUIET
 import echelon
 from echelon import pipeline, stage
 from echelon.environment import STALL
-from echelon.launch.failure import STALLED, Failure
+from echelon.launcher.failure import STALLED, Failure
 from echelon.watch import slow
 from echelon.watch.activity import Activity, activity, calling, circle, in_full, in_short, waiting
 from echelon.watch.judge import find_stall
@@ -354,8 +354,8 @@ def a_save_after_the_first_steps(directory: str) -> str:
 def test_a_save_on_one_rank_only_is_told_soon_after_the_first_steps_too(tmp_path: Any) -> None:
     for text in run(a_save_after_the_first_steps, str(tmp_path)):
         assert (
-            "\nranks 0 and 1 are in different calls: rank 0 in save() (roll call), rank 1 in step 6 (loss and samples)"
-            "; every rank must make the same calls in the same order\n"
+            "\nranks 0 and 1 are in different calls: rank 0 in save() (roll call), rank 1 in step 6 (sum of "
+            "gradients); every rank must make the same calls in the same order\n"
         ) in text
 
 

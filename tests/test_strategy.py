@@ -25,6 +25,7 @@ from echelon.strategy import (
     AdaptiveLocalSgd,
     Amp,
     Dgc,
+    Fast,
     Lamb,
     Lars,
     LocalSgd,
@@ -53,6 +54,7 @@ ON = {
     "adaptive_localsgd": {"adaptive_localsgd": True},
     "shard": {"shard": True},
     "ps": {"ps": True},
+    "lean": {"lean": True},
     "gradient_merge": {"gradient_merge": 4},
     "fp16_allreduce": {"fp16_allreduce": True},
     "clip": {"clip": 1.0},
@@ -74,7 +76,7 @@ def verdict_on(first: str, second: str) -> Change | Conflict | None:
 
 
 def test_the_table_knows_every_strategy_and_no_other() -> None:
-    options = {field.name for field in dataclasses.fields(Strategy)}
+    options = {field.name for field in dataclasses.fields(Strategy)} - {"fast"}  # which goes with everything
     assert {name for name in ON if "=" not in name} == options
     for first, second in TABLE:
         assert {first, second} <= {*ON, *MARKS}
@@ -129,7 +131,7 @@ def test_what_holds_for_fp16_is_not_said_of_bf16() -> None:
 
 parts = {
     "amp": st.sampled_from(
-        [None, "bf16", "fp16", Amp(dtype="fp16", loss_scale=128.0), Amp(loss_scale="dynamic", min_scale=1e-5)]
+        [None, False, "bf16", "fp16", Amp(dtype="fp16", loss_scale=128.0), Amp(loss_scale="dynamic", min_scale=1e-5)]
     ),
     "recompute": st.sampled_from(
         [None, True, Recompute(checkpoints=("layers.*", "no: 'yaml' #trick")), Recompute(offload=True)]
@@ -140,6 +142,7 @@ parts = {
     "fp16_allreduce": st.sampled_from([None, True, "bf16"]),
     "clip": st.none() | st.floats(min_value=1e-300, allow_nan=False),
     "sync_batch_norm": st.sampled_from([None, False]),
+    "fast": st.sampled_from([None, True, False, Fast(compile="whole", graphs=False), Fast(bf16=False)]),
     "reduction": st.builds(Reduction, bucket_mb=st.floats(0.001, 1e9), communicators=st.integers(1, 9)),
 }
 
@@ -344,13 +347,14 @@ def test_a_wrong_value_of_any_size_makes_one_short_line() -> None:
 def test_printing_shows_what_is_on_one_line_each_and_marks_what_was_set() -> None:
     lines = str(Strategy(amp="fp16", clip=1.0, localsgd=LocalSgd(k_steps=4, outer=True))).splitlines()
     rows = {line.split()[0]: line for line in lines}
-    assert list(rows) == ["strategy", "amp", "localsgd", "clip", "sync_batch_norm", "reduction", "off"]
+    assert list(rows) == ["strategy", "amp", "localsgd", "clip", "sync_batch_norm", "reduction", "fast", "off"]
     assert "dtype=fp16*  loss_scale=None  init_scale=32768  growth=2 " in rows["amp"]
     assert "k_steps=4*  begin_step=0 " in rows["localsgd"]
     assert rows["clip"].endswith(" 1*")
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
-        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, gradient_merge, fp16_allreduce, lr_scaling, auto"
+        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, lean, gradient_merge, fp16_allreduce, lr_scaling, "
+        "auto"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from harness import errors, run
 from matrix import Transformer
@@ -50,6 +51,33 @@ def check(marks: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
 def test_replicas_with_different_shares_of_the_batch() -> None:
     many = check({}, shares=WIDE)
     assert [mine["sizes"] for mine in many] == [[6] * 5, [2] * 5]
+
+
+COUNTS = ((1, 1), (10_000_001, 3), (7, 16_777_217), (4096, 4095.5), (0, 4097))
+
+
+def counted() -> list[tuple[float, float]]:
+    """Losses of 1 and 4 on the two ranks, each counting for what COUNTS say; and how many samples were counted."""
+    echelon.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    engine = echelon.distribute(
+        model, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), log=QUIET
+    )
+    x = torch.full((2, 1), 1.0 + echelon.rank())
+    found = []
+    for counts in COUNTS:
+        loss = engine.step(x, torch.zeros(2, 1), samples=counts[echelon.rank()])
+        found.append((float(loss), float(engine._gradients.assumed)))
+    return found
+
+
+def test_samples_by_the_million_are_counted_exactly() -> None:
+    """They travel among single precision's numbers."""
+    for found in run(counted, ranks=2):
+        for (first, second), (loss, samples) in zip(COUNTS, found, strict=True):
+            assert samples == first + second
+            assert loss == pytest.approx((first + 4 * second) / (first + second), rel=1e-6)
 
 
 def test_split_shards_of_different_widths() -> None:

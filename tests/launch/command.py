@@ -17,6 +17,9 @@ from forked import Forked
 
 LIMIT = 60.0
 
+#: Whether launchers fork their ranks too (warm.py): for tests of what a job does, not of how its ranks are started.
+warm = False
+
 Process = subprocess.Popen[str] | Forked
 
 _started: list[Process] = []
@@ -35,7 +38,7 @@ class Ended:
 
 def start(*words: object, cwd: Path, **env: str) -> Forked:
     """``echelon WORDS...`` in ``cwd``, in a process group of its own."""
-    process = Forked([str(word) for word in words], cwd=cwd, env=_clean_environment() | env)
+    process = Forked([str(word) for word in words], cwd=cwd, env=_clean_environment() | env, warm=warm)
     _started.append(process)
     return process
 

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import TextIO
 
 from harness import context
+from warm import fork_ranks
 
 
 class Forked:
     """``echelon WORDS...`` in a session of its own; to its user it is a ``subprocess.Popen``."""
 
-    def __init__(self, words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], warm: bool = False) -> None:
         self.args = ["echelon", *words]
         (out, its_out), (err, its_err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
         # a daemon: it ends with the tests, whatever becomes of them
         self._process = context.Process(
-            target=_become, args=(list(words), str(cwd), dict(env), its_out, its_err), daemon=True
+            target=_become, args=(list(words), str(cwd), dict(env), warm, its_out, its_err), daemon=True
         )
         self._process.start()
         its_out.close()
@@ -99,7 +100,7 @@ def _text(pipe: Connection) -> TextIO:
         return os.fdopen(os.dup(pipe.fileno()))
 
 
-def _become(words: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
+def _become(words: list[str], cwd: str, env: dict[str, str], warm: bool, out: Connection, err: Connection) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where tests run in the background
     for number, pipe in ((1, out), (2, err)):
@@ -110,6 +111,8 @@ def _become(words: list[str], cwd: str, env: dict[str, str], out: Connection, er
     os.environ.update(env)
     sys.argv = ["echelon", *words]
     sys.path.insert(0, cwd)  # as "python -m" has it
+    if warm:
+        fork_ranks()
     from echelon.cli import main
 
     main()

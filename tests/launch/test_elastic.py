@@ -10,11 +10,11 @@ from command import echelon, finish, processes_with, start, until, write
 from harness import free_port
 from torch.distributed import HashStore
 
-from echelon.launch import network
-from echelon.launch.attendance import Attendance, Meeting
-from echelon.launch.cards import Terms
-from echelon.launch.failure import Failure
-from echelon.launch.muster import Muster
+from echelon.launcher import network
+from echelon.launcher.attendance import Attendance, Meeting
+from echelon.launcher.cards import Terms
+from echelon.launcher.failure import Failure
+from echelon.launcher.muster import Muster
 
 HERE = socket.gethostname()
 

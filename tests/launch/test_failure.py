@@ -5,8 +5,8 @@ import json
 import pytest
 
 from echelon.errors import PeerLost
-from echelon.launch.failure import Failure, first_cause
-from echelon.launch.worker import caused_by_peer
+from echelon.launcher.failure import Failure, first_cause
+from echelon.launcher.worker import caused_by_peer
 
 
 def failure(rank, *, exit_code=1, time=0.0, **more):

@@ -20,8 +20,8 @@ from torch.distributed import TCPStore
 
 from echelon.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
 from echelon.errors import PeerLost
-from echelon.launch import gate, network, pipe, secret
-from echelon.launch.gate import Gate, Tunnel, WrongSecret, serve_store, way_to_store
+from echelon.launcher import gate, network, pipe, secret
+from echelon.launcher.gate import Gate, Tunnel, WrongSecret, serve_store, way_to_store
 
 sys.path.append(str(Path(__file__).parents[1] / "ps"))
 import certificates

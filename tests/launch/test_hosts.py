@@ -7,7 +7,7 @@ from command import echelon, finish, start, until, write
 from harness import free_port
 
 from echelon.errors import PeerLost, UsageError
-from echelon.launch.cards import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
+from echelon.launcher.cards import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
 
 
 def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
-from echelon.launch.schedulers.kubernetes import Submission, documents, manifest
+from echelon.launcher.schedulers.kubernetes import Submission, documents, manifest
 
 #: Fields of the Job that we use became stable in the first; the second is the newest that the schemas know.
 VERSIONS = ("1.33", "1.37")

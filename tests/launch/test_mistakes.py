@@ -8,7 +8,7 @@ from command import finish, here, start_fresh, write
 
 from echelon.environment import PADDLE_HOSTS
 from echelon.errors import UsageError
-from echelon.launch import job as jobs
+from echelon.launcher import job as jobs
 
 FINE = {
     "module": False, "procs": None, "gpus": None, "nnodes": None, "node_rank": None, "master": None,

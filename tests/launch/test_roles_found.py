@@ -15,7 +15,7 @@ import echelon
 from echelon import world as worlds
 from echelon.environment import LOOPBACK, worker_place
 from echelon.errors import UsageError
-from echelon.launch.roles import Roles, check_roles
+from echelon.launcher.roles import Roles, check_roles
 from echelon.ps.role import ALONE, Role, find_role
 
 LIST = "10.0.0.1:6174,10.0.0.2:6174"

@@ -124,7 +124,7 @@ def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_p
     if "ValueError" in statement:
         trace = "\n".join(end.err.splitlines()[1:-1])
         assert trace.startswith('Traceback (most recent call last):\n  File "fail.py", line 5, in <module>\n')
-        assert "echelon/launch" not in trace
+        assert "echelon/launcher" not in trace
         assert "runpy" not in trace
         assert trace in log.read_text()
     else:

@@ -134,26 +134,22 @@ def with_plan(path: str, plan: str) -> None:
 
 # ---- trials ----
 
-#: Candidates are told apart in the child by the plan in its file.
+#: The trials' children know by the place of their orders the how manieth they are.
 TRIED = """
-import json, os, resource
+import os, pathlib, resource, time
 told = os.environ.get("ECHELON_TRIAL")
-mesh = json.loads(json.loads(open(told).read())["plan"])["draft"] if told else None
-if mesh:
-    print("the trial of", mesh["replicate"], mesh["stage"], mesh["split"])
-strategy = echelon.Strategy(auto=echelon.Auto(measure=True, cluster="machine.yaml", trials=2))
-"""
-
-
-#: Whether it is the candidate that is tried first: both of its ranks agree on the file that the quicker one has made.
-FIRST = """
-import contextlib
-if mesh:
-    with open(f"mine-{os.getpid()}", "w") as mine:
-        json.dump(mesh, mine)
-    with contextlib.suppress(FileExistsError):
-        os.link(mine.name, "first")
-    is_first = json.load(open("first")) == mesh
+trial = int(pathlib.Path(told).parent.name) if told else 0
+if trial:
+    print("this is a trial")
+if trial == 1:
+    step = echelon.Engine.step
+    echelon.Engine.step = lambda self, *a, **k: (time.sleep(0.5), step(self, *a, **k))[1]
+if trial == 2 and echelon.rank() == 1:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32)); torch.empty(1 << 33)
+if trial == 3 and echelon.rank() == 1:
+    os.kill(os.getpid(), 9)
+strategy = echelon.Strategy(auto=echelon.Auto(measure=True, cluster="machine.yaml", trials=4))
+checkpoint = echelon.Checkpoint(dir='kept', every=1)
 """
 
 
@@ -171,46 +167,24 @@ def taken(out: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_quicker_candidate_is_taken_though_the_other_was_foretold_to_be(
+def test_the_quickest_trial_is_taken_and_what_runs_out_of_memory_or_dies_harms_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "LIMIT", 240.0)
     described(tmp_path / "machine.yaml", link=1e-4)
-    slowed = TRIED + FIRST + "if mesh and is_first:\n    import time; step = echelon.Engine.step\n"
-    slowed += "    echelon.Engine.step = lambda self, *a, **k: (time.sleep(0.5), step(self, *a, **k))[1]\n"
-    slowed += "checkpoint = echelon.Checkpoint(dir='kept', every=1)\n"
-    script(tmp_path / "train.py", slowed)
-    end = echelon("run", "--procs", 2, "train.py", cwd=tmp_path)
+    script(tmp_path / "train.py", TRIED)
+    end = echelon("run", "--procs", 2, "train.py", tmp_path.name, cwd=tmp_path)
     assert end.code == 0, end.err
-    outcomes = tried(end.out)
-    assert taken(end.out) == list(outcomes)[1]  # the first was foretold to be the quickest
-    assert all("ms a step, predicted" in outcome for outcome in outcomes.values())
+    slow, large, killed, quick = tried(end.out).values()
+    assert "ms a step, predicted" in slow
+    assert large.startswith("failed, RuntimeError: ")
+    assert killed.startswith("failed, signal 9")
+    assert "ms a step, predicted" in quick
+    assert taken(end.out) == list(tried(end.out))[3]  # though the first was foretold to be the quickest
     torch.testing.assert_close(torch.tensor(losses(end.out)), torch.tensor(one_process()), rtol=1e-4, atol=1e-4)
-    assert "the trial of" not in end.out
+    assert "this is a trial" not in end.out
+    assert processes_with(tmp_path.name) == []
     # trials leave nothing behind: the four steps of the run itself are all that was kept and written
     assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == [f"step-{at:08}" for at in range(1, 5)]
     records = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-
-
-@pytest.mark.timeout(300)
-def test_candidates_that_run_out_of_memory_or_die_harm_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "LIMIT", 240.0)
-    described(tmp_path / "machine.yaml", link=1.0)
-    wrong = TRIED.replace("trials=2", "trials=3") + (
-        "if mesh and mesh['stage'] == 2 and echelon.rank() == 1:\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32)); torch.empty(1 << 33)\n"
-        "if mesh and mesh['split'] == 2 and echelon.rank() == 1:\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    script(tmp_path / "train.py", wrong)
-    end = echelon("run", "--procs", 2, "train.py", tmp_path.name, cwd=tmp_path)
-    assert end.code == 0, end.err
-    outcomes = tried(end.out)
-    by_mesh = {name.partition(",")[0]: outcome for name, outcome in outcomes.items()}
-    assert by_mesh["stage 2"].startswith("failed, RuntimeError: ")
-    assert by_mesh["split 2"].startswith("failed, signal 9")
-    assert "ms a step" in by_mesh["replicate 2"]
-    assert taken(end.out) == next(name for name in outcomes if name.startswith("replicate 2"))
-    torch.testing.assert_close(torch.tensor(losses(end.out)), torch.tensor(one_process()), rtol=1e-4, atol=1e-4)
-    assert processes_with(tmp_path.name) == []

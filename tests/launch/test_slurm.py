@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from echelon.environment import expand_hosts, port_for
 from echelon.errors import UsageError
-from echelon.launch.schedulers.slurm import Submission, found_in_step, needs_srun, script
+from echelon.launcher.schedulers.slurm import Submission, found_in_step, needs_srun, script
 
 SBATCH = """
 import os, re, subprocess, sys

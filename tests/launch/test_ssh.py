@@ -11,8 +11,8 @@ from command import finish, here, start, until, write
 from sshd import Hosts
 
 from echelon.errors import UsageError
-from echelon.launch.schedulers.host_list import HostEntry, chosen_hosts
-from echelon.launch.schedulers.ssh import carried
+from echelon.launcher.schedulers.host_list import HostEntry, chosen_hosts
+from echelon.launcher.schedulers.ssh import carried
 
 NASTY = 'it\'s "a" $(touch oops) `x` \\ \n ü €'
 
@@ -36,8 +36,8 @@ def launcher(tmp_path):
         "    open('told-' + rank, 'w').write(signal.Signals(number).name)\n"
         "    sys.exit(75 if number == signal.SIGUSR1 else 128 + number)\n"
         "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, told)\n"
-        "open('up-' + rank, 'w').write(' '.join(sys.argv))\n"
         "print('launcher', rank, flush=True)\n"
+        "open('.up-' + rank, 'w').write(' '.join(sys.argv)); os.rename('.up-' + rank, 'up-' + rank)\n"
         "time.sleep(0 if 'quick' in sys.argv else 60)\n",
     )
 

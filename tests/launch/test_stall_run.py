@@ -6,7 +6,8 @@ import socket
 from command import echelon, finish, start, write
 from harness import free_port
 
-from echelon.launch.stall import process_state
+from echelon.launcher.stall import process_state
+from echelon.record import read
 
 TRAIN = """\
 import os, signal, time, torch, echelon
@@ -37,7 +38,7 @@ def test_a_frozen_rank_of_another_host_is_named_on_both_consoles_and_leaves_no_p
     late = rf"rank 1 \(host {host}, pid {pid}\) is late: it has not been heard of for \d+ s; its process is stopped"
     for end in ends:
         assert end.err.startswith("echelon: the job does not go on\nrank  host"), ends
-        assert re.search(r"^0 .* 6 +communicate +loss and samples +rank 1 +\d+ s$", end.err, re.MULTILINE)
+        assert re.search(r"^0 .* 6 +communicate +sum of gradients: bucket 0 .* +rank 1 +\d+ s$", end.err, re.MULTILINE)
         assert re.search(late, end.err)
         assert re.search(
             rf"^echelon: rank 1 of 2 \(host {host}, pid {pid}\) stalled: it has not", end.err, re.MULTILINE
@@ -55,3 +56,7 @@ def test_a_sleeping_rank_is_shown_with_its_stack_and_a_restart_goes_on(tmp_path)
     assert "echelon: restarting all ranks (restart 1 of 1) because rank 1 stalled: it is in user code since" in end.err
     assert end.code == 0
     assert end.out.splitlines() == ["finished at 8"]
+    stall, restart, *ended = read(tmp_path / "log").events
+    assert (stall.kind, stall.rank, restart.kind) == ("stall", 1, "restart")
+    assert stall.text in end.err
+    assert [(event.kind, event.rank) for event in ended] == [("ended", 0), ("ended", None)]

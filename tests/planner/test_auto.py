@@ -186,7 +186,8 @@ def test_what_was_predicted_is_set_against_what_came(many: list[dict[str, Any]],
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     found = [record for record in records if "predicted_step_ms" in record]
     assert [record["step"] for record in found] == [20]
-    assert found[0].keys() == {"step", "predicted_step_ms", "measured_step_ms", "predicted_memory", "measured_memory"}
+    figures = {"predicted_step_ms", "measured_step_ms", "predicted_memory", "measured_memory"}
+    assert found[0].keys() == {"time", "step", *figures}
     steps = next(record for record in records if record.get("step") == 20 and "loss" in record)
     spent = sum(steps[name] for name in ("data", "forward", "backward", "communicate", "update") if name in steps)
     assert found[0]["measured_step_ms"] == pytest.approx(spent, rel=3.0)

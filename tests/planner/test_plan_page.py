@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from echelon.pages.passage import MOST_EVENTS
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 from echelon.planner.draft import Draft
@@ -131,7 +132,7 @@ def test_a_long_schedule_shows_its_beginning_and_its_end() -> None:
     choice = choice_of(8, 1024)
     inside = section(parsed(report_of(choice)), "schedule")
     blocks = rectangles(inside, "block")
-    assert 400 < len(blocks) <= page.MOST_EVENTS
+    assert 400 < len(blocks) <= MOST_EVENTS
     titles = [block.findtext(f"{XHTML}title") or "" for block in blocks]
     assert any(title.startswith("forward, micro-batch 0, stage 0,") for title in titles)
     assert any(title.startswith("backward, micro-batch 1023, stage 0,") for title in titles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -233,6 +234,36 @@ def test_a_model_without_units_is_one() -> None:
     found = profile(Alone(nn.Linear(4, 4)), (torch.randn(3, 4), torch.randn(3, 4)), loss=mean_loss)
     assert found.names == ("",)
     assert found.splits == 1
+
+
+class Cyclic(nn.Module):
+    """Its results lie in cycles, which the collector looks for all the time in every other pass, else never."""
+
+    passes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        Cyclic.passes += 1
+        gc.set_threshold(1 if Cyclic.passes % 2 else 100_000)
+        for _ in range(20):
+            cycle: list[Any] = [torch.relu(x)]
+            cycle.append(cycle)
+            del cycle
+        return self.inner(x)
+
+
+def test_when_cycles_are_collected_makes_no_difference() -> None:
+    threshold = gc.get_threshold()
+    try:
+        found = profile(Alone(Cyclic()), (torch.randn(4, 8), torch.randn(4, 8)), loss=mean_loss)
+        first, second, third = (found.sheet(samples).units[0].forward_peak for samples in (4, 8, 12))
+    finally:
+        gc.set_threshold(*threshold)
+    assert first > 20 * 4 * 8 * 4
+    assert third - second == second - first == first - 4  # the loss is 4 bytes, whatever the batch
 
 
 def test_batch_norms_are_counted() -> None:

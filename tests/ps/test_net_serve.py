@@ -19,6 +19,7 @@ from echelon.ps.rules import Sgd
 from echelon.ps.security import OPEN, Security
 from echelon.ps.server import Server
 from echelon.ps.spec import BUCKETS, JobSpec, Keeping, TableSpec
+from echelon.record import read
 
 DIM, RATE = 4, 0.5
 IDS = np.array([-5, 0, 7, 2**63 - 1, -(2**63), 123456789012], np.int64)
@@ -209,3 +210,25 @@ def test_servers_ask_each_other_and_do_without_one_that_is_gone():
     assert peers.ask(0, Frame({"op": "x", "n": 9})).head["twice"] == 18
     peers.close()
     assert server.close()
+
+
+def test_a_server_writes_down_what_it_holds_and_moves(tmp_path: Path):
+    endpoint, job = free_endpoint(), job_of(1, trainers=2)
+    server = ServerProcess(argv([endpoint], 0, trainers=2), tmp_path / "log", ECHELON_LOG_DIR=str(tmp_path))
+    link = Link(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
+    open_job(link, job)
+    link.call(Frame({"op": "hello", "worker": 1, "session": job.session}))
+    grads = np.ones((len(IDS), DIM), np.float32)
+    for worker in (0, 1):
+        pull(link, IDS, worker=worker)
+        push(link, IDS, grads, 0, worker)  # made from version 0, so the second one is a version late
+    for worker in (0, 1):
+        link.call(Frame({"op": "leave", "worker": worker}))
+    link.close()
+    assert server.wait() == 0
+    last = read(tmp_path).servers[0][-1]
+    assert (last.rows, last.pulls, last.pushes) == ({"t": len(IDS)}, 2, 2)
+    assert (last.staleness_mean, last.staleness_max) == (0.5, 1)
+    assert last.bytes_in >= 2 * (IDS.nbytes + IDS.nbytes + grads.nbytes)  # two pulls, two pushes
+    assert last.bytes_out >= 2 * grads.nbytes
+    assert last.memory > 1e6

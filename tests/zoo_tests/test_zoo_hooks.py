@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import echelon
 from echelon.errors import UsageError
+from echelon.timeline import summarize
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.train.hooks import Hook, Hooks
 from echelon.zoo.train.parameters import PARAMETERS
@@ -178,6 +179,20 @@ def test_timelines_of_the_asked_steps_are_written_by_the_asked_rank(tmp_path: Pa
         losses = [event for event in events if event.get("name") == "aten::mse_loss"]
         assert len(losses) == 1, "the timeline is of one step"
         assert {"aten::mse_loss_backward", "aten::mul_"} & {event.get("name") for event in events}
+
+
+def recorded(directory: str) -> int:
+    run = SmallRun(directory, stop_at_step=5, profile_every_n_iters=2).train()
+    run.engine.close()
+    return run.steps
+
+
+def test_without_a_rank_named_all_ranks_are_in_one_timeline(tmp_path: Path) -> None:
+    assert run(recorded, str(tmp_path), ranks=2) == [5, 5]
+    assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == ["step-000002", "step-000004"]
+    figures = summarize(tmp_path)
+    assert figures["steps"] == [4, 4], "the newest is shown"
+    assert [row["rank"] for row in figures["ranks"]] == [0, 1]
 
 
 def misplaced(directory: str) -> str:

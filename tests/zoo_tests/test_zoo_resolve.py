@@ -155,9 +155,10 @@ def test_every_parameter_of_the_seed_is_there_with_its_default() -> None:
         "ftrl_learning_rate_power": -0.5, "ftrl_initial_accumulator_value": 0.1, "ftrl_l1": 0.0, "ftrl_l2": 0.0,
         "momentum": 0.9, "rmsprop_momentum": 0.9, "rmsprop_decay": 0.9, "model_dir": None, "ckpt_file_name": None,
         "model_config_file_name": None, "vocab_file_name": None, "stop_at_step": 100, "log_loss_every_n_iters": 10,
-        "profile_every_n_iters": 0, "profile_at_task": 0, "log_device_placement": False,
+        "profile_every_n_iters": 0, "log_device_placement": False,
         "print_model_statistics": False, "use_fp16": True, "loss_scale": "1.0", "task_type": "pretrain",
     }  # fmt: skip
     assert {name: own.get(name, "missing") for name in seed} == seed
     assert "runner_name" in own
+    assert own["profile_at_task"] is None, "it was 0; a timeline is of all ranks now, unless one is named"
     assert isinstance(resolved("--model_name", "lenet").request, Request)

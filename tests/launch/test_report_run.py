@@ -1,0 +1,38 @@
+"""``echelon report`` and ``echelon watch`` as commands."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from pathlib import Path
+
+from command import finish, here, start
+from made_up_runs import write
+
+
+def test_report_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "log", last=100)
+    ended = here("report", "log", cwd=tmp_path)
+    assert (ended.code, ended.out) == (0, "echelon: log/report.html written\n")
+    assert here("report", "log", "--out", "there.html", cwd=tmp_path).code == 0
+    assert (tmp_path / "there.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:
+    for words in (("report", "."), ("report", "nowhere"), ("watch", "nowhere")):
+        ended = here(*words, cwd=tmp_path)
+        assert (ended.code, ended.out, len(ended.err.splitlines())) == (2, "", 1)
+        assert ended.err.startswith("echelon: ")
+
+
+def test_watch_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    write(tmp_path / "log", last=100)
+    process = start("watch", "log", "--port", "0", cwd=tmp_path)
+    said = process.stdout.readline()
+    assert said.startswith("echelon: watching 'log' at http://127.0.0.1:")
+    with urllib.request.urlopen(said.split()[4], timeout=30) as answer:
+        assert b"train gpt.py" in answer.read()
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.strip() == "echelon: no longer watching; the run goes on"

@@ -1,0 +1,52 @@
+"""``echelon run --timeline`` and ``echelon timeline`` as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import echelon, here, write
+
+SCRIPT = """
+import sys, torch, echelon
+echelon.init()
+model = torch.nn.Linear(4, 4)
+engine = echelon.distribute(
+    model, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+)
+for batch in engine.loader((torch.ones(64, 4), torch.ones(64, 4)), global_batch=4):
+    engine.step(*batch)
+engine.say(f"given {sys.argv[1:]}")
+"""
+
+
+def test_a_bare_timeline_records_the_steps_after_the_warm_up_of_all_ranks(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", SCRIPT)
+    ended = echelon("run", "--procs", 2, "--timeline", "train.py", "--timeline", "mine", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "given ['--timeline', 'mine']" in ended.out
+    assert "timeline of steps 11 to 15: " in ended.out
+    assert f"{tmp_path}/log/timeline/trace.json.gz" in ended.out
+    shown = here("timeline", "log", "--json", cwd=tmp_path)
+    figures = json.loads(shown.out)
+    assert figures["steps"] == [11, 15]
+    assert [row["rank"] for row in figures["ranks"]] == [0, 1]
+    assert "sum of gradients" in here("timeline", cwd=tmp_path).out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("run", "--timeline", "9:2", "train.py"), "--timeline '9:2': steps count from 1, and the first comes"),
+        (("run", "--timeline", "5..7", "train.py"), "--timeline '5..7' names no steps; write 5:10"),
+        (("timeline", "."), "there is no timeline in '.'; record one by 'echelon run --timeline ...'"),
+        (("timeline", "nowhere"), "there is no directory 'nowhere'; give the run's log directory"),
+    ],
+)
+def test_mistakes_are_one_line(words: tuple[str, ...], line: str, tmp_path: Path) -> None:
+    write(tmp_path / "train.py", SCRIPT)
+    ended = here(*words, cwd=tmp_path)
+    assert ended.code == 2
+    assert ended.err.startswith(f"echelon: {line}")
+    assert ended.err.count("\n") == 1

@@ -1,0 +1,81 @@
+"""What travels to and from parameter servers is in the timeline, byte by byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from serving import served
+from torch import Tensor, nn
+
+import echelon
+from echelon.nn import SparseEmbedding
+from echelon.timeline import files, summarize
+from echelon.timeline.command import conclude
+from echelon.timeline.span import HOST, NETWORK
+
+DIM, IDS, BATCH, STEPS = 4, 6, 8, 5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SparseEmbedding(DIM, name="words")
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids)).squeeze(1)
+
+
+def train(directory: str) -> int:
+    echelon.init()
+    model = Model()
+    engine = echelon.distribute(
+        model,
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=echelon.Strategy(ps=echelon.ParameterServer(mode="sync", prefetch=False)),
+        log=echelon.Log(dir=directory, timeline="3:4", console=False),
+    )
+    for _ in range(STEPS):
+        engine.step(torch.arange(BATCH) % IDS, torch.ones(BATCH))
+    return engine.steps
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served")
+    assert served(train, str(directory), servers=1, workers=2) == [STEPS, STEPS]
+    return directory
+
+
+def spans(recorded: Path, kind: str, lane: str) -> list[list[Any]]:
+    return [[s for s in r.spans if s.kind == kind and s.lane == lane] for r in files.read(recorded / "timeline")]
+
+
+def test_pulls_and_pushes_of_every_step_are_there_with_their_bytes(recorded: Path) -> None:
+    dense = 4 * (DIM + 1)
+    pulled = 8 * IDS + 4 * DIM * IDS + dense  # ids there, rows and blocks back
+    for own in spans(recorded, "pull", NETWORK):
+        assert [(span.step, span.bytes) for span in own] == [(3, pulled), (4, pulled)]
+    pushed = 8 * IDS + 4 * DIM * IDS + dense  # ids, gradients, and with them what the worker would go on from
+    for own in spans(recorded, "push", NETWORK):
+        assert [span.step for span in own] in ([3], [3, 4]), "the last one's answer may come after the recording"
+        assert own[0].bytes > pushed
+    for own in spans(recorded, "pull", HOST):
+        assert {span.step for span in own} == {3, 4}
+
+
+def test_the_launcher_puts_workers_together_that_never_met(recorded: Path) -> None:
+    lines = conclude(recorded)
+    assert lines[0].startswith("timeline of steps 3 to 4: ")
+    assert conclude(recorded) == [], "once"
+    figures = summarize(recorded)
+    assert [row["rank"] for row in figures["ranks"]] == [0, 1]
+    assert all(row["server_ms"] > 0 for row in figures["ranks"])
+    by_name = {row["name"]: row for row in figures["communication"]}
+    assert by_name["pull (servers)"]["bytes"] == 8 * IDS + 4 * DIM * IDS + 4 * (DIM + 1)
+    assert figures["clock_error_ms"] is None, "nobody compared the clocks"

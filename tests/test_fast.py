@@ -1,0 +1,336 @@
+"""The fast path: what is chosen, what is said of it, and that it changes no number."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import run
+from torch import Tensor, nn
+
+import echelon
+from echelon import Fast, Strategy
+from echelon.errors import UsageError
+from echelon.fast import compiled
+from echelon.fast.chosen import Chosen
+from echelon.fast.decide import OFF, decide
+from echelon.fast.lines import lines
+from echelon.fast.look import traits_of, with_chosen
+from echelon.fast.path import fuse, prepare
+from echelon.fast.signature import Signature
+from echelon.fast.traits import Machine, Traits
+from echelon.plan import Plan, make_plan
+from echelon.strategy import Amp, Shard
+from echelon.zoo.train.resolve import resolve
+from echelon.zoo.train.strategies import asked_strategy
+from echelon.zoo.train.words import sort_words
+
+GPU = Machine(cuda=True, bf16=True, triton=True)
+BLOCKS = tuple(f"layers.{i}" for i in range(24))
+TRANSFORMER = Traits(machine=GPU, blocks=BLOCKS, unset={"main": "AdamW"})
+
+
+def with_traits(**changes: Any) -> Traits:
+    return dataclasses.replace(TRANSFORMER, **changes)
+
+
+# ---- the choice ----
+
+
+def test_on_a_gpu_everything_that_is_safe_is_on() -> None:
+    chosen = decide(Fast(), None, TRANSFORMER)
+    assert chosen == Chosen(compiled=BLOCKS, fused={"main": "AdamW"}, bf16=True)
+    convolutions = decide(Fast(), None, with_traits(blocks=(), convolutions=True))
+    assert (convolutions.compiled, convolutions.channels_last) == (("",), True)
+
+
+def test_on_a_cpu_nothing_is_on_by_itself_and_nothing_is_said() -> None:
+    chosen = decide(Fast(), None, with_traits(machine=Machine(), unset={}, convolutions=True))
+    assert chosen == Chosen()
+    assert list(lines(chosen)) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "amp", "traits", "part", "reason"),
+    [
+        (Fast(), None, with_traits(cut="it is cut"), "compile", "it is cut"),
+        (Fast(), None, with_traits(only_blocks="it has stages"), "compile", "it has stages"),
+        (Fast(), None, with_traits(slow_inside="it talks"), "compile", "it talks"),
+        (Fast(), None, with_traits(compiled=True), "compile", "the model was compiled before distribute()"),
+        (Fast(), None, with_traits(fp32=False), "bf16", "the weights are not all fp32"),
+        (Fast(), None, with_traits(machine=Machine(cuda=True, triton=True)), "bf16", "not every device"),
+        (Fast(), None, with_traits(machine=Machine(cuda=True, bf16=True)), "compile", "Triton"),
+        (Fast(), None, with_traits(unfused="servers step"), "fused optimizers", "servers step"),
+    ],
+)
+def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: Traits, part: str, reason: str) -> None:
+    chosen = decide(asked, amp, traits)
+    everything = decide(asked, amp, TRANSFORMER)
+    assert chosen.left_out.keys() == {part}
+    assert chosen.left_out[part].startswith(reason)
+    assert f"fast: {part} left out: {chosen.left_out[part]}" in list(lines(chosen))
+    field = {"compile": "compiled", "fused optimizers": "fused"}.get(part, part)
+    assert not getattr(chosen, field)
+    kept = {name: value for name, value in vars(everything).items() if name not in (field, "left_out")}
+    assert kept == {name: getattr(chosen, name) for name in kept}
+
+
+@pytest.mark.parametrize("part", ["compile", "channels_last", "fused", "bf16"])
+def test_each_part_is_switched_off_alone(part: str) -> None:
+    traits = with_traits(convolutions=True)
+    chosen = decide(Fast(**{part: False}), None, traits)
+    field = "compiled" if part == "compile" else part
+    both = vars(decide(Fast(), None, traits)), vars(chosen)
+    assert not getattr(chosen, field)
+    assert {name for name in both[0] if both[0][name] != both[1][name]} == {field}
+
+
+def test_switched_off_means_nothing_at_all() -> None:
+    assert decide(OFF, None, with_traits(convolutions=True)) == Chosen()
+
+
+@pytest.mark.parametrize("amp", [False, Amp(), Amp(dtype="fp16")])
+def test_what_the_user_says_of_sixteen_bits_is_what_happens(amp: object) -> None:
+    chosen = decide(Fast(), amp, TRANSFORMER)
+    assert not chosen.bf16
+    assert chosen.left_out == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "amp", "traits", "line"),
+    [
+        (Fast(compile=True), None, with_traits(cut="it is cut"), r"^Fast\(compile=True\) was asked, but it is cut;"),
+        (Fast(compile="whole"), None, with_traits(only_blocks="it has stages"), "; use compile=True$"),
+        (Fast(compile=True), None, with_traits(only_blocks="no", blocks=()), "and there are none; leave compile out$"),
+        (Fast(bf16=True), False, TRANSFORMER, r"^Fast\(bf16=True\) was asked, but Strategy\(amp=...\)"),
+        (Fast(graphs=True), None, with_traits(machine=Machine()), "only NVIDIA GPUs have them"),
+        (Fast(graphs=True), None, with_traits(uncaptured="2 talk"), "was asked, but 2 talk; leave graphs out"),
+        (Fast(compile="blocks"), None, with_traits(blocks=()), "the model has no repeated blocks"),
+        (Fast(channels_last=True), None, TRANSFORMER, "the model has no 2-D convolutions"),
+    ],
+)
+def test_what_cannot_be_is_an_error_of_one_line(asked: Fast, amp: object, traits: Traits, line: str) -> None:
+    with pytest.raises(UsageError, match=line) as caught:
+        decide(asked, amp, traits)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wish_overrules_what_would_only_be_slow() -> None:
+    traits = with_traits(slow_inside="batch norms talk", machine=Machine())
+    assert decide(Fast(compile=True), None, traits).compiled == BLOCKS
+    assert decide(Fast(compile="whole"), None, traits).compiled == ("",)
+
+
+def test_graphs_are_made_on_request_alone() -> None:
+    assert not decide(Fast(), None, TRANSFORMER).graphs
+    assert "CUDA graphs" not in decide(Fast(), None, with_traits(uncaptured="2 ranks talk")).left_out
+    assert decide(Fast(graphs=True), None, TRANSFORMER).graphs
+
+
+def test_the_announcement_names_every_part() -> None:
+    said = list(lines(decide(Fast(graphs=True), None, with_traits(convolutions=True, unfused="servers step"))))
+    assert said == [
+        "fast: compiled 24 blocks of layers.*; bf16 (Strategy(amp=False) keeps fp32); channels last; "
+        "CUDA graphs where the host holds up the step; Strategy(fast=False) switches it off",
+        "fast: fused optimizers left out: servers step",
+    ]
+
+
+# ---- what it goes by ----
+
+
+class Blocks(nn.Module):
+    def __init__(self, widths: tuple[int, ...] = (8, 8, 8)) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for width in widths]
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def planned(model: nn.Module, strategy: Strategy | None = None, ranks: int = 1) -> tuple[Plan, Traits]:
+    optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
+    plan = make_plan(model, optimizers, strategy or Strategy(), ranks)
+    return plan, traits_of(plan, GPU, model, optimizers, served=False)
+
+
+def test_blocks_count_only_where_all_are_alike() -> None:
+    assert planned(Blocks())[1].blocks == ("layers.0", "layers.1", "layers.2")
+    assert planned(Blocks((8, 16, 8)))[1].blocks == ()
+
+
+def compiled_before() -> bool:
+    model = Blocks()
+    model.layers[1].compile(backend="eager")
+    return planned(model)[1].compiled
+
+
+def test_what_plans_do_to_a_model_is_found() -> None:
+    assert planned(Blocks())[1].cut is None
+    assert "shard 3" in str(planned(Blocks(), Strategy(shard=Shard(level=3)), ranks=2)[1].only_blocks)
+    assert planned(Blocks(), Strategy(shard=Shard(level=2)), ranks=2)[1].only_blocks is None
+    norms, _ = zoo.build("convnet")
+    assert "batch norms" in str(planned(norms, ranks=2)[1].slow_inside)
+    assert planned(norms, Strategy(sync_batch_norm=False), ranks=2)[1].slow_inside is None
+    assert "2 ranks" in str(planned(Blocks(), ranks=2)[1].uncaptured)
+    sparse, _ = zoo.build("sparse")
+    assert planned(sparse)[1].unfused == planned(sparse)[1].uncaptured == "some gradients are sparse"
+    assert run(compiled_before, ranks=1) == [True]
+
+
+def test_a_plan_keeps_its_fast_path_in_json() -> None:
+    plan, traits = planned(Blocks())
+    quick = with_chosen(plan, decide(Fast(), None, with_traits(blocks=traits.blocks, uncaptured="no")))
+    assert Plan.from_json(quick.to_json()) == quick
+    assert quick.amp == Amp()
+    assert quick.hash != plan.hash
+
+
+def test_a_fused_step_goes_on_from_an_unfused_one() -> None:
+    def trained(switch: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(4):
+            if switch and step == 2:
+                fuse(optimizer)
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    for plain, fused in zip(trained(False), trained(True), strict=True):
+        torch.testing.assert_close(plain, fused)
+
+
+def test_channels_last_changes_strides_and_nothing_else() -> None:
+    model = nn.Conv2d(3, 8, 3)
+    before = model.weight.detach().clone()
+    prepare(model, Chosen(channels_last=True))
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+
+
+# ---- running ----
+
+Trained = tuple[list[float], list[Tensor], str]
+
+
+def broken(graph: Any, inputs: Any) -> Callable[..., Any]:
+    raise RuntimeError("no compiler here")
+
+
+def train(strategy: Strategy, lengths: tuple[int, ...] = (8, 5, 8, 6)) -> Trained:
+    """Losses, weights and what was said, of steps with batches of these lengths on each rank."""
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with redirect_stdout(io.StringIO()) as said:
+        engine = echelon.distribute(
+            model,
+            loss=nn.functional.cross_entropy,
+            optimizer=optimizer,
+            strategy=strategy,
+            log=echelon.Log(lines=False),
+        )
+        losses = []
+        for step, length in enumerate(lengths):
+            torch.manual_seed(100 * step + echelon.rank())
+            losses.append(float(engine.step(torch.randn(length, 8), torch.randint(3, (length,)))))
+        assert list(model.state_dict()) == list(Blocks().state_dict())
+        losses.append(engine.evaluate([(torch.ones(4, 8), torch.ones(4, dtype=torch.long))])["loss"])
+        weights = list(engine.whole_state().values())
+        engine.close()
+    return losses, weights, said.getvalue()
+
+
+def train_each(backend: Any, strategies: list[Strategy]) -> list[Trained]:
+    """The same with each strategy, in one process."""
+    compiled.backend = backend
+    return [train(strategy) for strategy in strategies]
+
+
+MERGED = {"gradient_merge": 2, "clip": 0.1, "amp": "bf16"}
+CASES: dict[str, dict[str, Any]] = {"blocks": {}, "whole": {}, "merged": MERGED, "sharded": {"shard": 3}}
+
+
+@pytest.mark.parametrize(("ranks", "backend", "cases"), [(1, "aot_eager", ["blocks"]), (2, "eager", list(CASES))])
+def test_compiled_equals_plain_also_where_lengths_change(ranks: int, backend: str, cases: list[str]) -> None:
+    strategies = [
+        Strategy(fast=fast, **CASES[name])
+        for name in cases
+        for fast in (False, Fast(compile="whole" if name == "whole" else "blocks"))
+    ]
+    for results in run(train_each, backend, strategies, ranks=ranks):
+        for name, (plain, quick) in zip(cases, zip(results[::2], results[1::2], strict=True), strict=True):
+            rounding = 1e-2 if name == "merged" else 1e-6
+            assert quick[0] == pytest.approx(plain[0], rel=rounding)
+            torch.testing.assert_close(plain[1], quick[1], rtol=rounding, atol=rounding)
+            assert "failed" not in quick[2]
+
+
+def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
+    strategies = [Strategy(fast=False), Strategy(fast=Fast(compile=True))]
+    ((plain, weights, silent), (losses, theirs, said)) = run(train_each, broken, strategies, ranks=1)[0]
+    assert losses == plain
+    torch.testing.assert_close(weights, theirs, rtol=0, atol=0)
+    assert "fast:" not in silent
+    told = [line.removeprefix("echelon: fast: ") for line in said.splitlines() if "fast:" in line]
+    assert told[0] == "compiled 3 blocks of layers.*; Strategy(fast=False) switches it off"
+    assert len(told) == 2
+    assert told[1].startswith("compiling failed, and it goes on uncompiled (BackendCompilerFailed:")
+
+
+def test_echelon_train_asks_for_the_same() -> None:
+    def asked(*words: str) -> Strategy:
+        return asked_strategy(resolve(sort_words(["--model_name=lenet", *words], {})))
+
+    assert (asked().fast, asked().amp) == (None, None)
+    assert asked("--compile").fast == Fast(compile=True)
+    assert asked("--compile=false").fast == Fast(compile=False)
+    assert asked("--use_fp16=false").amp is False
+    assert asked("--use_fp16=false", "--amp=bf16").amp == Amp()
+
+
+# ---- what a captured step has written into it ----
+
+
+def test_a_step_that_differs_from_the_captured_one_is_told_apart() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    batch = (torch.ones(2, 4), {"scale": 2.0})
+    signature = Signature(model, batch)
+    assert signature.fits((torch.zeros(2, 4), {"scale": 2.0}))
+    assert not signature.fits((torch.zeros(3, 4), {"scale": 2.0}))
+    assert not signature.fits((torch.zeros(2, 4).double(), {"scale": 2.0}))
+    assert not signature.fits((torch.zeros(2, 4), {"scale": 3.0}))
+    assert not signature.fits((torch.zeros(2, 4), {"other": 2.0}))
+    model[1].p = 0.4
+    assert not signature.fits(batch)
+    model[1].p = 0.5
+    assert signature.fits(batch)
+    model.eval()
+    assert not signature.fits(batch)
+    model.train()
+    model[0].bias.requires_grad_(False)
+    assert not signature.fits(batch)
+    model[0].bias.requires_grad_(True)
+    model[0].weight.data = model[0].weight.data.clone()
+    assert not signature.fits(batch)
+
+
+def test_amp_false_is_not_none() -> None:
+    assert Strategy(amp=False) != Strategy()
+    assert Strategy(amp=False).to_dict() == {"amp": False}
+    assert Strategy.from_dict({"amp": False}).amp is False
+    assert planned(Blocks(), Strategy(amp=False))[0].amp is None
+    Strategy(amp=False, fast=False, auto=True)  # neither asks for what auto decides

@@ -1,0 +1,150 @@
+"""``launch(fn, procs=2)``: the numbers of one process, and what becomes of failures; from a notebook's kernel too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon import launch
+from echelon.errors import UsageError
+from echelon.notebook import LaunchError
+
+
+def training(x: Tensor, y: Tensor) -> tuple[int, list[float], Tensor]:
+    echelon.init(seed=5)
+    model = nn.Linear(6, 3)
+    engine = echelon.distribute(
+        model,
+        loss=nn.functional.cross_entropy,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        log=echelon.Log(console=False),
+    )
+    loader = engine.loader((x, y), global_batch=12, shuffle=False)
+    losses = [float(engine.step(*batch)) for batch in loader]
+    return echelon.world_size(), losses, model.weight.detach()
+
+
+def test_ranks_give_the_numbers_of_one_process() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(36, 6), torch.randint(3, (36,))
+    (_, expected, weight), *_ = launch(training, x, y, procs=1)
+    results = launch(lambda: training(x, y), procs=3)  # not importable by name, as a notebook's functions are not
+    assert [ranks for ranks, _, _ in results] == [3, 3, 3]
+    for _, losses, mine in results:
+        assert losses == pytest.approx(expected, abs=1e-6)
+        torch.testing.assert_close(mine, weight, rtol=0, atol=1e-6)
+
+
+def test_results_come_in_rank_order_and_only_rank_0_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    def speak(word: str, times: int) -> int:
+        print(f"{word} from {echelon.rank()}")
+        return times * echelon.rank()
+
+    assert launch(speak, "hello", procs=3, times=7) == [0, 7, 14]
+    assert capsys.readouterr().out == "hello from 0\n"
+
+
+def fails(how: str) -> None:
+    echelon.init()
+    echelon.barrier()
+    if echelon.rank() == 1:
+        print("about to go")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise {"raised": KeyError("the missing one"), "mistaken": UsageError("do that instead")}[how]
+    echelon.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raised", "KeyError: 'the missing one'"),
+        ("mistaken", "rank 1 of 2 failed: do that instead"),
+        ("killed", "killed by SIGKILL"),
+    ],
+)
+def test_the_failing_rank_is_named_with_what_it_said(how: str, said: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        launch(fails, how, procs=2)
+    assert str(error.value).startswith("rank 1 of 2 failed: ")
+    assert said in str(error.value)
+    assert str(error.value).endswith("what it had printed:\nabout to go")
+
+
+def test_no_process_outlives_an_interrupt(tmp_path: Path) -> None:
+    def wait_for_ever() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(1000)
+
+    def interrupt(*_: Any) -> None:
+        if len(list(tmp_path.iterdir())) == 2:
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(wait_for_ever, procs=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for pid in [int(path.name) for path in tmp_path.iterdir()]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_mistakes_are_one_line() -> None:
+    with pytest.raises(UsageError, match=r"launch\(procs=0\): give 1 or more"):
+        launch(print, procs=0)
+    with pytest.raises(LaunchError, match="pickle"):
+        launch(lambda: lambda: None, procs=1)  # a function cannot be handed back
+
+
+CELLS = [
+    "import echelon, torch\nscale = 10\ntorch.ones(500, 500) @ torch.ones(500, 500);",
+    """
+def work(extra):
+    echelon.init()
+    total = torch.tensor([float(echelon.rank() + 1)])
+    torch.distributed.all_reduce(total)
+    print("rank", echelon.rank(), "has", total.item())
+    return scale * total.item() + extra
+
+echelon.launch(work, 0.5, procs=2)
+""",
+    "echelon.launch(lambda: 1 / (1 - echelon.rank()), procs=2)",
+    "scale + 1",
+]
+
+
+def test_in_the_kernel_of_a_notebook() -> None:
+    """Functions of cells, what they close over, rank 0's output, an error, and a kernel that lives on."""
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel()
+    heard: list[tuple[str, Any]] = []
+    try:
+        for cell in CELLS:
+            client.execute_interactive(
+                cell, timeout=60, output_hook=lambda message: heard.append((message["msg_type"], message["content"]))
+            )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    printed = "".join(content["text"] for kind, content in heard if kind == "stream")
+    results = [content["data"]["text/plain"] for kind, content in heard if kind == "execute_result"]
+    errors = [content["evalue"] for kind, content in heard if kind == "error"]
+    assert printed == "rank 0 has 3.0\n"
+    assert results == ["[30.5, 30.5]", "11"]
+    assert len(errors) == 1
+    assert errors[0].startswith("rank 1 of 2 failed: Traceback")
+    assert errors[0].endswith("ZeroDivisionError: division by zero")

@@ -1,0 +1,383 @@
+"""``echelon report``: one page, with the figures that the run has written down, whatever state its files are in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from xml.etree import ElementTree
+
+import made_up_runs as made_up
+import pytest
+import torch
+from harness import run
+from made_up_runs import BEGAN, append, metrics
+
+import echelon
+from echelon.errors import UsageError
+from echelon.report.command import report
+from echelon.report.gather import gather
+from echelon.report.page import render
+from echelon.report.sections.overview import status
+
+XHTML = "{http://www.w3.org/1999/xhtml}"
+NOW = BEGAN + 220.0  # five seconds after step 3,000
+
+
+def text_of(directory: Path, now: float = NOW) -> str:
+    return render(gather(directory), now)
+
+
+def page(directory: Path, now: float = NOW) -> ElementTree.Element:
+    """The page as a tree: that it can be read as XML says that every tag is closed and every figure escaped."""
+    return ElementTree.fromstring(text_of(directory, now))
+
+
+def words(element: ElementTree.Element) -> str:
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def section(root: ElementTree.Element, name: str) -> ElementTree.Element:
+    return next(each for each in root.iter(f"{XHTML}section") if each.get("id") == name)
+
+
+def names(root: ElementTree.Element) -> list[str | None]:
+    return [each.get("id") for each in root.iter(f"{XHTML}section")]
+
+
+def data(root: ElementTree.Element, key: str) -> dict[str, Any]:
+    figure = next(each for each in root.iter(f"{XHTML}figure") if each.get("id") == f"chart-{key}")
+    found = next(each for each in figure.iter(f"{XHTML}script"))
+    parsed: dict[str, Any] = json.loads(found.text or "")
+    return parsed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ElementTree.Element:
+    return page(made_up.write(tmp_path_factory.mktemp("run"), servers=2))
+
+
+def test_the_head_names_the_run_and_says_how_it_stands(whole: ElementTree.Element) -> None:
+    head = words(next(whole.iter(f"{XHTML}header")))
+    assert "train gpt.py running" in head
+    assert "355 million parameters, replicate 2 x stage 2, on 4 ranks on 2 hosts (NVIDIA H100)" in head
+    assert "3,000 of 4,000 steps" in head
+    assert f"{made_up.loss_at(3000):.4g} loss" in head
+    assert "43 GB memory at most rank 3, of 80 GB" in head
+    assert "rank 3: rank 3 (gpu02) is slower than its peers" in head
+
+
+def test_every_part_is_there_and_in_the_list_of_parts(whole: ElementTree.Element) -> None:
+    wanted = ["curves", "plan", "time", "compared", "ranks", "memory", "servers", "settings", "environment", "events"]
+    assert names(whole) == wanted
+    links = [each.get("href") for each in next(whole.iter(f"{XHTML}nav")).iter(f"{XHTML}a")]
+    assert links == [f"#{name}" for name in wanted]
+
+
+def test_the_curves_are_the_metrics(whole: ElementTree.Element) -> None:
+    loss = data(whole, "loss")["series"]
+    assert [each["name"] for each in loss] == ["loss", "evaluated"]
+    assert loss[0]["x"] == list(range(10, 3001, 10))
+    assert loss[0]["y"] == pytest.approx([made_up.loss_at(step) for step in range(10, 3001, 10)], rel=1e-5)
+    assert loss[1]["x"] == list(range(500, 3001, 500))
+    assert data(whole, "evaluation-0")["y"] == "accuracy"
+    assert {each["name"] for each in data(whole, "times")["series"]} == set(made_up.PHASES)
+
+
+def test_the_schedule_is_the_measured_one_and_the_predicted_one_is_beside_it(whole: ElementTree.Element) -> None:
+    plan = section(whole, "plan")
+    assert [each.text for each in plan.iter(f"{XHTML}h3")][2:] == ["The schedule, measured", "The schedule, predicted"]
+    assert "Step 12 as it was" in words(plan)  # 11 takes 2 ms longer; the first is left out
+    blocks = [each for each in plan.iter(f"{XHTML}rect") if "block" in (each.get("class") or "")]
+    measured = [each for each in blocks if "p-forward" in (each.get("class") or "")]
+    assert len(measured) == 4 * 8  # neighbouring kernels of one phase are one
+    first = measured[0]
+    assert float((first.get("width") or "").rstrip("%")) == pytest.approx(100 * 2.6 / 72, abs=0.01)
+    assert (first.findtext(f"{XHTML}title") or "").startswith("rank 0, forward, kernels: 0 s to 2.6 ms")
+    assert sum("p-F" in (each.get("class") or "") for each in blocks) == 2 * 8
+
+
+def test_time_and_its_parts(whole: ElementTree.Element) -> None:
+    said = words(section(whole, "time"))
+    assert "One step of rank 0 takes 72 ms" in said
+    assert "backward 41 ms 56.9%" in said
+    assert "The pipeline's bubble is 12.0% of a step; the schedule alone makes 11.1%." in said
+    assert "43.1% of the devices' peak arithmetic" in said
+
+
+def test_predicted_against_measured(whole: ElementTree.Element) -> None:
+    rows = [words(row) for row in section(whole, "compared").iter(f"{XHTML}tr")]
+    assert any(row.startswith("a step") and row.endswith("68 ms 72 ms +5.9%") for row in rows)
+    assert any(row.startswith("forward and backward") and row.endswith("59 ms 61 ms +3.4%") for row in rows)
+    assert any(row.startswith("communicate") and row.endswith("4 ms 6 ms +50%") for row in rows)
+    assert any(row.startswith("memory, rank 0") and row.endswith("36 GB 41 GB +14%") for row in rows)
+
+
+def test_the_slowest_rank_is_the_one_that_works_longest_not_the_one_that_waits(whole: ElementTree.Element) -> None:
+    said = words(section(whole, "ranks"))
+    assert "Rank 3 (gpu02) is the slowest: 86 ms of its own work a step, 26.5% over the others" in said
+    assert "others wait up to 18 ms" in said
+    marked = [row for row in section(whole, "ranks").iter(f"{XHTML}tr") if row.get("class") == "chosen"]
+    assert [words(row) for row in marked] == ["3 gpu02 86 ms 86 ms 0 s 43 GB"]
+
+
+def test_memory_servers_settings_environment_and_events(whole: ElementTree.Element) -> None:
+    memory = words(section(whole, "memory"))
+    assert "The peak of rank 0 is 41 GB, in the backward of layers.3 (measured)." in memory
+    assert "recompute 19 GB 46.3%" in memory
+    servers = words(section(whole, "servers"))
+    assert f"0 {119_000 + 47_600:,} 238 MB 595 MB 3,570 3,451" in servers
+    assert data(whole, "server-out")["series"][1]["y"] == pytest.approx([5.5] * 119)
+    settings = words(section(whole, "settings"))
+    assert 'amp {"dtype": "bfloat16"} script' in settings
+    assert "gradient_merge 1 default" in settings
+    assert "NCCL_DEBUG WARN" in words(section(whole, "environment"))
+    events = words(section(whole, "events"))
+    assert events.index("slower than its peers") < events.index("checkpoint at step 1000")  # the newest first
+
+
+def test_every_picture_has_a_name_and_every_chart_a_table(whole: ElementTree.Element) -> None:
+    pictures = [each for each in whole.iter(f"{XHTML}svg") if each.get("role") == "img"]
+    assert all(each.get("aria-label") and each.findtext(f"{XHTML}title") for each in pictures)
+    for figure in whole.iter(f"{XHTML}figure"):
+        assert len(list(figure.iter(f"{XHTML}tr"))) > 2, figure.get("id")
+    marked = [each.get("id") for each in whole.iter() if each.get("id")]
+    assert len(marked) == len(set(marked))
+
+
+def test_every_rectangle_lies_in_its_picture(whole: ElementTree.Element) -> None:
+    seen = 0
+    for picture in whole.iter(f"{XHTML}svg"):
+        height = float((picture.get("height") or "").rstrip("%"))
+        for each in picture.iter(f"{XHTML}rect"):
+            x, width, y, tall = (float((each.get(name) or "").rstrip("%")) for name in ("x", "width", "y", "height"))
+            assert 0 <= x <= x + width <= 100.01
+            assert 0 <= y <= y + tall <= height + 0.01
+            seen += 1
+    assert seen > 100
+
+
+def test_a_page_needs_nothing_else_and_lets_only_its_own_script_run(tmp_path: Path) -> None:
+    text = text_of(made_up.write(tmp_path))
+    assert re.findall(r"https?://[^\"' ]*", text.split("<script>")[0]) == ["http://www.w3.org/1999/xhtml"]
+    assert not re.search(r"\bsrc=|url\(|@import", text)
+    own = text.rsplit("<script>", 1)[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+    found = next(each for each in ElementTree.fromstring(text).iter(f"{XHTML}meta") if each.get("http-equiv"))
+    policy = found.get("content") or ""
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+
+
+def test_text_of_a_run_is_only_text(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\x1b[31m\ud800"
+    made_up.write(tmp_path, script=evil, said=[evil], command=[evil], echelon=evil, environment={evil: evil})
+    facts = made_up.facts()
+    facts["settings"].append({"name": evil, "value": {evil: [evil]}, "origin": evil})
+    facts["ranks"][0] |= {"host": evil, "device": evil, "at": {evil: 3}}
+    facts["stages"][0]["units"] = [evil, evil]
+    facts |= {"mesh": facts["mesh"] | {evil: 4}, "plan": {evil: evil}, "script": evil, "said": [evil]}
+    facts["predicted"]["memory"] = [{evil: 5e9}]
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    append(tmp_path / "metrics.jsonl", [{"step": 3000, f"eval_{evil}": 1.0}])
+    append(tmp_path / "events.jsonl", [{"time": BEGAN + 9, "kind": evil, "rank": 0, "text": evil}])
+    append(tmp_path / "server-0.jsonl", [{"time": BEGAN + 9, "rows": {evil: 3}, "pulls": 1}])
+    name = {"name": evil, "kind": "forward", "lane": "device", "begin": 101.0, "end": 101.1, "step": 12}
+    append(tmp_path / "timeline" / "rank-0.jsonl", [name])
+    memory = made_up.MEMORY | {"modules": [{"name": evil, "parameters": 9e12}], "kinds": {evil: 1e9, "buffers": 1e9}}
+    (tmp_path / "memory.json").write_text(json.dumps(memory))
+    text = text_of(tmp_path)
+    root = ElementTree.fromstring(text)
+    assert text.count("<script>") == 1
+    assert not list(root.iter(f"{XHTML}img"))
+    assert not [name for each in root.iter() for name in each.attrib if name.startswith("on")]
+    assert words(root).count("alert(1)") > 10
+    text.encode()
+
+
+# ---- runs in every state ----
+
+
+def test_an_empty_directory_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^there is no run in '.*': no metrics\.jsonl.*name the log directory"):
+        report(str(tmp_path), None)
+    with pytest.raises(UsageError, match=r"^'.*nowhere' does not exist; name the log directory"):
+        report(str(tmp_path / "nowhere"), None)
+
+
+def test_a_page_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", metrics(10, 20))
+    with pytest.raises(UsageError, match=r"cannot be written: No such file or directory; choose another --out"):
+        report(str(tmp_path), str(tmp_path / "no" / "where.html"))
+
+
+def test_metrics_alone_make_a_page(tmp_path: Path) -> None:
+    """As without the launcher's other files: no ranks, no evaluations, no plan."""
+    append(tmp_path / "metrics.jsonl", metrics(10, 100, total=None))
+    path = report(str(tmp_path), None)
+    assert path == tmp_path / "report.html"
+    root = ElementTree.fromstring(path.read_text())
+    assert names(root) == ["curves", "time"]
+    assert "The run has not said what it consists of" in words(root)
+
+
+def test_a_record_alone_makes_a_page(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", metrics(10, 10))
+    assert data(page(tmp_path), "loss")["series"][0]["x"] == [10]
+
+
+def test_one_rank_has_nobody_to_be_compared_with(tmp_path: Path) -> None:
+    append(tmp_path / "rank-0.jsonl", made_up.rank_records(0, 10, 50))
+    assert "there is nobody to compare it with" in words(section(page(tmp_path), "ranks"))
+
+
+def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
+    records = metrics(10, 100)
+    for record in records[5:]:
+        record["loss"] = math.nan if record["step"] % 20 else math.inf
+    append(tmp_path / "metrics.jsonl", records)
+    root = page(tmp_path)
+    assert "nan loss not a number at step 100" in words(next(root.iter(f"{XHTML}header")))
+    assert "Not a number at 5 places" in words(section(root, "curves"))
+    assert data(root, "loss")["series"][0]["y"][5:] == [None] * 5
+
+
+def test_after_a_restart_each_step_counts_once(tmp_path: Path) -> None:
+    made_up.write(tmp_path, last=500)
+    again = metrics(310, 600, began=BEGAN + 100)
+    append(tmp_path / "metrics.jsonl", [record | {"loss": 9.0} for record in again])
+    append(
+        tmp_path / "events.jsonl", [{"time": again[0]["time"] - 5, "kind": "restart", "rank": None, "text": "again"}]
+    )
+    root = page(tmp_path)
+    loss = data(root, "loss")["series"][0]
+    assert loss["x"] == list(range(10, 601, 10))
+    assert [y == 9.0 for y in loss["y"]] == [step > 300 for step in loss["x"]]
+    assert "restarted at step 310" in words(section(root, "curves"))
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    made_up.write(tmp_path, last=200)
+    for name in ("metrics.jsonl", "rank-1.jsonl", "events.jsonl", "timeline/rank-0.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 210, "lo')
+    (tmp_path / "memory.json").write_text('{"peak"')
+    root = page(tmp_path, NOW + 86_400)
+    assert data(root, "loss")["series"][0]["x"][-1] == 200
+    assert "nothing written since" in words(next(root.iter(f"{XHTML}header")))
+
+
+def test_files_of_nonsense_make_a_page_all_the_same(tmp_path: Path) -> None:
+    made_up.write(tmp_path, servers=1)
+    for path in sorted(tmp_path.rglob("*.jsonl")):
+        with path.open("ab") as file:
+            file.write(
+                b'\xff\xfe\n[]\n"x"\n{"step": "x", "time": [], "loss": {}, "rows": 3, "kind": 4}\n{"step": 1e400}\n'
+            )
+    odd = {"ranks": [3, {"rank": "x", "at": 7}], "stages": "x", "mesh": [], "world": None, "schedule": {"name": 3}}
+    (tmp_path / "run.json").write_text(json.dumps(made_up.facts() | odd | {"predicted": {"seconds": 1, "events": [7]}}))
+    (tmp_path / "timeline" / "summary.json").write_text(
+        '{"ranks": 3, "bubble": 4, "step_ms": "x", "communication": [1]}'
+    )
+    assert "curves" in names(page(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "later", "expected"),
+    [("ended", 5.0, "ended"), ("failed", 5.0, "failed"), ("restart", 5.0, "running"), (None, 5.0, "running")],
+)
+def test_how_a_run_stands(tmp_path: Path, kind: str | None, later: float, expected: str) -> None:
+    append(tmp_path / "metrics.jsonl", metrics(10, 100))
+    last = BEGAN + 7.2
+    if kind is not None:
+        append(tmp_path / "events.jsonl", [{"time": last + 1, "kind": kind, "rank": 0, "text": ""}])
+    assert status(gather(tmp_path).run, last + later).kind == expected
+    assert status(gather(tmp_path).run, last + 7200).kind == (expected if expected != "running" else "silent")
+
+
+def test_without_a_timeline_the_schedule_is_predicted_and_else_simulated(tmp_path: Path) -> None:
+    def title() -> str:
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        found = section(page(tmp_path), "plan").iter(f"{XHTML}h3")
+        return next(each.text or "" for each in found if "schedule" in (each.text or ""))
+
+    facts = made_up.facts()
+    assert title() == "The schedule, predicted"
+    facts["predicted"] = None
+    assert title() == "The schedule, simulated"
+    blocks = [each for each in page(tmp_path).iter(f"{XHTML}rect") if "p-F" in (each.get("class") or "")]
+    assert len(blocks) == 2 * 8
+
+
+def test_a_long_run_keeps_its_spike_and_stays_small(tmp_path: Path) -> None:
+    records = [
+        {"step": step, "learning_rate": 0.1, "loss": 77.0 if step == 13_337 else 1.0 + step % 13 / 50, "time": BEGAN}
+        for step in range(1, 20_001)
+    ]
+    append(tmp_path / "metrics.jsonl", records)
+    text = text_of(tmp_path)
+    loss = data(ElementTree.fromstring(text), "loss")["series"][0]
+    assert len(loss["x"]) <= 2000
+    assert (13_337, 77.0) in zip(loss["x"], loss["y"], strict=True)
+    assert len(text) < 400_000
+
+
+# ---- a real run ----
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    drawn = torch.Generator().manual_seed(rank)
+    return [(torch.randn(4, 8, generator=drawn), torch.randn(4, 4, generator=drawn)) for _ in range(12)]
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(directory: str) -> None:
+    model, optimizer = model_and_optimizer()
+    log = echelon.Log(every=2, dir=directory, console=False, timeline="5:7")
+    engine = echelon.distribute(model, loss=torch.nn.functional.mse_loss, optimizer=optimizer, log=log)
+    for batch in batches(echelon.rank()):
+        engine.step(*batch)
+    engine.close()
+
+
+def alone() -> list[float]:
+    """The losses of one process that has the batches of both."""
+    model, optimizer = model_and_optimizer()
+    losses = []
+    for (x, y), (more_x, more_y) in zip(batches(0), batches(1), strict=True):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(torch.cat([x, more_x])), torch.cat([y, more_y]))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_the_page_of_a_real_run_has_its_losses_and_its_ranks(tmp_path: Path) -> None:
+    run(train, str(tmp_path), ranks=2)
+    root = page(tmp_path, time.time())
+    shown = data(root, "loss")["series"][0]
+    assert shown["x"] == [2, 4, 6, 8, 10, 12]
+    assert shown["y"] == pytest.approx(alone()[1::2], rel=1e-4)
+    assert "2 ranks" in words(next(root.iter(f"{XHTML}header")))
+    rows = [words(row) for row in section(root, "ranks").iter(f"{XHTML}tr")]
+    assert [row.split()[0] for row in rows[1:3]] == ["0", "1"]
+    records = [json.loads(line) for line in (tmp_path / "rank-1.jsonl").read_text().splitlines()]
+    took = [sum(record.get(phase, 0.0) for phase in made_up.PHASES) - record["waited"] for record in records]
+    work = data(root, "rank-work")["series"][1]["y"]
+    assert work == pytest.approx([max(0.0, each) for each in took], rel=1e-3)
+    assert fmean(work) > 0
+    assert "The schedule, measured" in words(section(root, "plan"))
+    assert "ended" in words(next(root.iter(f"{XHTML}h1")))

@@ -1,0 +1,398 @@
+"""Timelines of real ranks: one clock, spans inside their steps, waits that are as long as a neighbour sleeps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import run
+from torch import Tensor, nn
+
+import echelon
+from echelon.plan.schedule import make_schedule
+from echelon.plan.simulate import simulate
+from echelon.timeline import files, summarize
+from echelon.timeline.files import RankFile
+from echelon.timeline.merge import merge
+from echelon.timeline.oneclock import OneClock, measure
+from echelon.timeline.span import HOST, NETWORK, Span
+from echelon.timeline.trace import trace_of
+
+FAST, SLOW = 0.002, 0.1  # seconds that the replicas sleep in each forward pass
+SHIFT = 1000.0  # seconds by which rank 1's clock is ahead
+STEPS = (2, 4)
+
+
+class Sleeps(torch.autograd.Function):
+    """Time that no other process can take away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        time.sleep(forward)
+        ctx.backward_seconds = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradients[0], None, None
+
+
+class Slow(nn.Module):
+    def __init__(self, forward: float, backward: float = 0.0) -> None:
+        super().__init__()
+        self._seconds = forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleeps.apply(x, *self._seconds)
+
+
+def ahead() -> float:
+    return time.monotonic() + SHIFT
+
+
+def shift_clock() -> None:
+    import echelon.parallel.pipeline.loop
+    import echelon.timeline.recorder
+    import echelon.watch.activity
+
+    for module in (echelon.timeline.recorder, echelon.watch.activity, echelon.parallel.pipeline.loop):
+        module.monotonic = ahead  # type: ignore[attr-defined]
+
+
+def train(model: nn.Module, directory: str, asked: str | bool, steps: int = 5) -> list[int]:
+    """The bytes of every bucket of gradients."""
+    engine = echelon.distribute(
+        model,
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        log=echelon.Log(dir=directory, timeline=asked, console=False),
+    )
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(8 * steps, 16, generator=generator), torch.randn(8 * steps, 4, generator=generator)
+    for batch in engine.loader(data, global_batch=8):
+        engine.step(*batch)
+    engine.close()
+    return [bucket._row.nbytes for reducer in engine._gradients._reducers.values() for bucket in reducer._buckets]
+
+
+def uneven(directory: str) -> list[int]:
+    """Two replicas of which the second sleeps longer, has a wrong clock, and a disk of its own."""
+    echelon.init()
+    second = echelon.rank() == 1
+    if second:
+        shift_clock()
+    model = nn.Sequential(nn.Linear(16, 24), Slow(SLOW if second else FAST), nn.Linear(24, 4))
+    return train(model, f"{directory}/elsewhere" if second else directory, "{}:{}".format(*STEPS))
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("replicas")
+    buckets = run(uneven, str(directory), ranks=2)
+    (directory / "buckets.json").write_text(json.dumps(buckets))
+    return directory
+
+
+def read(directory: Path) -> list[RankFile]:
+    return files.read(directory / "timeline")
+
+
+def phases(ranked: RankFile) -> dict[int, list[Span]]:
+    found: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in ranked.spans:
+        if "phase" in span.more:
+            found[span.step].append(span)
+    return found
+
+
+# ---- one clock ----
+
+
+def test_a_clock_that_is_wrong_is_put_right_within_the_error_told(replicas: Path) -> None:
+    first, second = read(replicas)
+    assert first.about["clock_offset"] == 0
+    assert abs(second.about["clock_offset"] + SHIFT) <= second.about["clock_error"] < 0.1
+    for rank in (first, second):
+        began, ended = rank.spans[0].begin, max(span.end for span in rank.spans)
+        assert abs(began - first.spans[0].begin) < SHIFT / 100, "both begin together, once they are on one clock"
+        assert ended - began < 60
+
+
+def measured(rate: float) -> tuple[tuple[float, float], float]:
+    world = echelon.init()
+
+    def clock() -> float:
+        return time.monotonic() * (rate if world.rank else 1.0)
+
+    before = measure(world.control, clock)
+    time.sleep(0.3)
+    after = measure(world.control, clock)
+    both = OneClock(before, after)
+    dist.barrier()
+    return (before.seconds, before.error), both.drift
+
+
+def test_ranks_of_one_host_share_their_clock_and_a_quick_clock_is_found_to_drift() -> None:
+    (_, _), ((offset, error), drift) = run(measured, 1.0, ranks=2)
+    assert abs(offset) <= error
+    assert drift == 0
+    (_, _), ((_, error), drift) = run(measured, 1.05, ranks=2)
+    assert drift == pytest.approx(1 / 1.05 - 1, abs=0.01)
+
+
+# ---- spans ----
+
+
+def test_phases_fill_the_steps_without_gaps(replicas: Path) -> None:
+    for ranked in read(replicas):
+        found = phases(ranked)
+        assert list(found) == list(range(STEPS[0], STEPS[1] + 1))
+        line = [span for step in found.values() for span in step]
+        assert [span.name for span in found[STEPS[0]]] == ["data", "forward", "backward", "communicate", "update"]
+        assert [span.end for span in line[:-1]] == [span.begin for span in line[1:]]
+
+
+def test_all_spans_lie_in_their_steps_and_those_of_the_host_inside_each_other(replicas: Path) -> None:
+    for ranked in read(replicas):
+        bounds = {step: (own[0].begin, own[-1].end) for step, own in phases(ranked).items()}
+        for span in ranked.spans:
+            begin, end = bounds[span.step]
+            assert begin <= span.begin <= span.end <= end + 1e-6, span
+        nested([span for span in ranked.spans if span.lane == HOST])
+
+
+def nested(spans: list[Span]) -> None:
+    open_spans: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        while open_spans and open_spans[-1].end <= span.begin:
+            open_spans.pop()
+        assert not open_spans or span.end <= open_spans[-1].end + 1e-6, (open_spans[-1], span)
+        open_spans.append(span)
+
+
+def bucket_bytes(replicas: Path) -> int:
+    """Of the row that travels: gradients, a flag for each parameter, and what else rides along."""
+    first, second = json.loads((replicas / "buckets.json").read_text())
+    assert first == second
+    assert len(first) == 1
+    return int(first[0])
+
+
+def test_the_bytes_of_a_bucket_are_those_of_its_row(replicas: Path) -> None:
+    size = bucket_bytes(replicas)
+    assert size >= 4 * (16 * 24 + 24 + 24 * 4 + 4 + 4)
+    for ranked in read(replicas):
+        sums = [span for span in ranked.spans if span.lane == NETWORK and span.name == "sum of gradients"]
+        assert [(span.step, span.bytes, span.ranks) for span in sums] == [
+            (step, size, "0,1") for step in range(STEPS[0], STEPS[1] + 1)
+        ]
+
+
+def test_ends_of_one_message_have_one_key_and_it_arrives_after_all_have_come(replicas: Path) -> None:
+    first, second = ({s.more["key"]: s for s in ranked.spans if s.lane == NETWORK} for ranked in read(replicas))
+    assert first.keys() == second.keys()
+    error = read(replicas)[1].about["clock_error"]
+    for key, span in first.items():
+        assert min(span.end, second[key].end) >= max(span.begin, second[key].begin) - 2 * error
+
+
+# ---- figures ----
+
+
+def test_the_parts_add_up_to_the_step(replicas: Path) -> None:
+    for row in summarize(replicas)["ranks"]:
+        parts = ("compute", "exposed", "bubble", "data", "server", "update", "other")
+        assert sum(row[f"{part}_ms"] for part in parts) == pytest.approx(row["step_ms"], abs=1e-3)
+        assert row["communicate_ms"] >= row["exposed_ms"] > 0
+        assert row["bubble_ms"] == row["server_ms"] == 0
+
+
+def test_the_rank_that_sleeps_is_the_slowest_and_the_other_waits_for_it_as_long(replicas: Path) -> None:
+    figures = summarize(replicas)
+    quick, slow = figures["ranks"]
+    assert figures["slowest"] == figures["waited_for"]["rank"] == 1
+    difference = 1e3 * (SLOW - FAST)
+    assert figures["slowest_ms"] == pytest.approx(difference, rel=0.5)
+    assert quick["late_ms"] == pytest.approx(difference, rel=0.5)
+    assert quick["exposed_ms"] >= quick["late_ms"]
+    assert slow["late_ms"] < quick["late_ms"]
+    assert slow["compute_ms"] >= 1e3 * SLOW
+    assert figures["exposed_communication"] == pytest.approx(
+        (quick["exposed_ms"] + slow["exposed_ms"]) / (quick["step_ms"] + slow["step_ms"])
+    )
+    assert figures["bubble"] is figures["mfu"] is None
+
+
+def test_bandwidth_counts_from_when_all_are_there(replicas: Path) -> None:
+    row = next(row for row in summarize(replicas)["communication"] if row["name"] == "sum of gradients")
+    assert row["bytes"] == bucket_bytes(replicas)
+    assert row["ms"] < 1e3 * SLOW, "waiting for the slow rank is no transfer"
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
+
+
+# ---- the trace ----
+
+
+def test_the_trace_is_one_for_all_ranks_and_every_event_is_whole(replicas: Path) -> None:
+    with gzip.open(replicas / "timeline" / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert {event["ph"] for event in events} == {"X", "M"}
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "ts", "args"} <= event.keys()
+        assert event["ph"] != "X" or (event["dur"] >= 0 <= event["ts"] and event["cat"])
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [name.split(",")[0] for name in names.values()] == ["rank 0", "rank 1"]
+    assert all("replicate" in name for name in names.values())
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sum(event["name"] == "step 3" for event in slices) == 2
+    threads = defaultdict(list)
+    for event in slices:
+        threads[event["pid"], event["tid"]].append(
+            Span(event["name"], "other", HOST, event["ts"], event["ts"] + event["dur"], 0)
+        )
+    for spans in threads.values():
+        nested(spans)
+
+
+# ---- a pipeline ----
+
+TIMES = {("F", 0): 0.02, ("B", 0): 0.04, ("F", 1): 0.01, ("B", 1): 0.02}
+MICRO_BATCHES = 4
+
+
+class TwoStages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with echelon.pipeline(micro_batches=MICRO_BATCHES):
+            with echelon.stage():
+                self.lower = nn.Sequential(nn.Linear(16, 24), Slow(TIMES["F", 0], TIMES["B", 0]))
+            with echelon.stage():
+                self.upper = nn.Sequential(Slow(TIMES["F", 1], TIMES["B", 1]), nn.Linear(24, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.upper(self.lower(x))
+
+
+def staged(directory: str) -> None:
+    echelon.init()
+    train(TwoStages(), directory, "3:5")  # it ends with the run
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pipeline")
+    run(staged, str(directory), ranks=2)
+    return directory
+
+
+def test_the_bubble_is_that_of_the_schedule(pipeline: Path) -> None:
+    schedule = make_schedule("1f1b", 2, 2, MICRO_BATCHES)
+    simulated = simulate(schedule, TIMES)
+    idle = 1 - sum(simulated.busy) / (2 * simulated.makespan)
+    bubble = summarize(pipeline)["bubble"]
+    assert bubble["even"] == pytest.approx(1 / (MICRO_BATCHES + 1))
+    assert bubble["theory"] == pytest.approx(idle, abs=0.08)
+    assert bubble["measured"] == pytest.approx(bubble["theory"], abs=0.15)
+    for row in summarize(pipeline)["ranks"]:
+        busy = 1e3 * simulated.busy[row["rank"]]
+        assert row["compute_ms"] == pytest.approx(busy, rel=0.5)
+        assert row["bubble_ms"] >= 1e3 * simulated.makespan - 1.5 * busy
+
+
+def test_every_action_of_the_schedule_is_there_in_its_order(pipeline: Path) -> None:
+    schedule = make_schedule("1f1b", 2, 2, MICRO_BATCHES)
+    for ranked in read(pipeline):
+        for step in (3, 4, 5):
+            own = [s for s in ranked.spans if s.step == step and "action" in s.more]
+            actions = [(s.more["action"], s.more["micro"], s.more["stage"]) for s in sorted(own, key=lambda s: s.begin)]
+            assert actions == list(schedule[ranked.rank])
+
+
+def test_activations_travel_from_the_first_stage_to_the_second(pipeline: Path) -> None:
+    ranks = read(pipeline)
+    ends: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for ranked in ranks:
+        for span in ranked.spans:
+            if "at" in span.more:
+                assert span.bytes is not None
+                ends[span.more["key"]][span.more["at"]] = ranked.rank, span.bytes
+    there = [both for both in ends.values() if both["receiver"][0] == 1]
+    assert len(ends) == 2 * len(there) == 3 * 2 * MICRO_BATCHES
+    assert all(both["sender"] == (0, 8 // MICRO_BATCHES * 24 * 4) for both in there)
+    assert all(both["sender"][1] == both["receiver"][1] for both in ends.values())
+    arrows = [event for event in trace_of(ranks)["traceEvents"] if event["ph"] in "sf"]
+    assert len(arrows) == 2 * len(ends)
+    starts = {event["id"]: event["ts"] for event in arrows if event["ph"] == "s"}
+    error = 1e6 * max(ranked.about["clock_error"] for ranked in ranks)
+    assert all(event["ts"] + 2 * error >= starts[event["id"]] for event in arrows if event["ph"] == "f")
+
+
+# ---- what is damaged ----
+
+
+def test_damaged_and_missing_files_are_left_out(pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "timeline"
+    folder.mkdir()
+    whole = (pipeline / "timeline" / "rank-0.jsonl").read_text().splitlines()
+    half = [*whole[:30], "{", "[]", '{"name": 1}', '{"lane": "host", "begin": "x"}', whole[30][:20]]
+    (folder / "rank-0.jsonl").write_text("\n".join(half))
+    (folder / "rank-1.jsonl").write_bytes(b"\xff\xfe not ours")
+    (folder / "rank-2.jsonl").write_text("")
+    found = files.read(folder)
+    assert [(ranked.rank, len(ranked.spans)) for ranked in found] == [(0, 29)]
+    figures = merge(folder).figures
+    assert [row["rank"] for row in figures["ranks"]] == [0]
+    assert figures["bubble"] is None, "one rank alone is no pipeline"
+
+
+# ---- what a run says ----
+
+
+def said(directory: str, asked: str, done: int) -> str:
+    import contextlib
+    import io
+
+    echelon.init()
+    model = nn.Linear(16, 4)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        engine = echelon.distribute(
+            model,
+            loss=F.mse_loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            log=echelon.Log(dir=directory, timeline=asked),
+        )
+        engine.steps = done
+        for _ in range(6):
+            engine.step(torch.ones(4, 16), torch.ones(4, 4))
+        engine.close()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("asked", "done", "line"),
+    [
+        ("1:2", 0, "timeline of steps 1 to 2: "),
+        ("3", 0, "timeline of step 3: "),
+        ("auto", 0, "the run ended after step 6, before steps 11 to 15 began"),
+        ("2:3", 10, "steps 2 to 3 lie before step 11, where this run has begun; nothing is recorded"),
+        ("4:9", 0, "timeline: the run ended in steps 4 to 9; 'echelon timeline {there}' shows it"),
+    ],
+)
+def test_what_became_of_the_wish_is_told(asked: str, done: int, line: str, tmp_path: Path) -> None:
+    text = said(str(tmp_path), asked, done)
+    assert line.format(there=tmp_path) in text
+    recorded = {"1:2": [1, 2], "3": [3, 3], "4:9": [4, 6]}.get(asked)
+    if recorded:
+        assert summarize(tmp_path)["steps"] == recorded
+    assert dist.ProcessGroup.allreduce.__name__ == "allreduce", "nothing is tapped any more"
+    assert os.environ.get("ECHELON_TIMELINE") is None

@@ -1,0 +1,246 @@
+"""Timelines as figures of made-up spans, and the words around them; no processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.errors import UsageError
+from echelon.timeline import files, summarize
+from echelon.timeline.command import timeline_words
+from echelon.timeline.device import device_spans, events_of
+from echelon.timeline.files import RankFile
+from echelon.timeline.flops import Seen
+from echelon.timeline.intervals import length, union, within, without
+from echelon.timeline.merge import on_one_clock
+from echelon.timeline.span import DEVICE, HOST, Span
+from echelon.timeline.steps import Steps, parse_steps
+from echelon.timeline.summary import summarize as figures_of
+from echelon.timeline.word import with_steps
+from echelon.watch import Log
+
+# ---- steps in words ----
+
+
+def test_steps_are_named_by_number_or_come_after_the_warm_up() -> None:
+    assert parse_steps("5:10", "--timeline", 0) == Steps(5, 10)
+    assert parse_steps("7", "--timeline", 3) == Steps(7, 7)
+    assert parse_steps("auto", "--timeline", 100) == Steps(111, 115)
+
+
+@pytest.mark.parametrize("text", ["x", "5:", ":5", "0:3", "6:5", "1:2:3", "-1", ""])
+def test_what_names_no_steps_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=rf"^Log\(timeline=...\) '{text}'.*write 5:10[^\n]*$"):
+        Log(timeline=text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("--timeline a.py", "--timeline auto a.py"),
+        ("--timeline 5:10 a.py", "--timeline 5:10 a.py"),
+        ("--timeline 3:2 a.py", "--timeline 3:2 a.py"),
+        ("--timeline --procs 2 a.py", "--timeline auto --procs 2 a.py"),
+        ("--procs 2 --timeline -m a", "--procs 2 --timeline auto -m a"),
+        ("--procs 2 a.py --timeline x", "--procs 2 a.py --timeline x"),
+        ("--timeline=4 a.py", "--timeline=4 a.py"),
+        ("-- --timeline", "-- --timeline"),
+    ],
+)
+def test_a_bare_timeline_takes_nothing_from_the_words_behind_it(typed: str, read: str) -> None:
+    assert with_steps(typed.split(), {"--timeline", "--procs"}) == read.split()
+
+
+# ---- stretches of time ----
+
+
+def test_intervals_agree_with_counting_moments() -> None:
+    first, second = [(0.0, 4.0), (6.0, 9.0)], [(1.0, 2.0), (3.0, 7.0), (8.0, 12.0)]
+
+    def moments(intervals: list[tuple[float, float]]) -> set[int]:
+        return {moment for begin, end in intervals for moment in range(int(begin), int(end))}
+
+    assert moments(without(first, second)) == moments(first) - moments(second)
+    assert moments(within(first, second)) == moments(first) & moments(second)
+    assert moments(union([*first, *second])) == moments(first) | moments(second)
+    assert length(union([(0.0, 1.0), (0.5, 2.0), (5.0, 5.0)])) == 2.0
+
+
+# ---- figures of made-up spans ----
+
+
+def host(name: str, begin: float, end: float, step: int = 1, kind: str | None = None) -> Span:
+    return Span(name, kind or name, HOST, begin, end, step, more={} if kind else {"phase": True})
+
+
+def kernel(name: str, begin: float, end: float, step: int, phase: str, kind: str = "kernel") -> Span:
+    return Span(name, kind, DEVICE, begin, end, step, more={"in": phase, "stream": 7})
+
+
+def step_of(begin: float, number: int, *more: Span) -> list[Span]:
+    """One second of data, two of forward, three of backward, two of communication, one of update."""
+    phases, at = [], begin
+    for name, seconds in (("data", 1), ("forward", 2), ("backward", 3), ("communicate", 2), ("update", 1)):
+        phases.append(host(name, at, at + seconds, number))
+        at += seconds
+    return [*phases, *more]
+
+
+def row(spans: list[Span], **about: Any) -> dict[str, Any]:
+    figures: dict[str, Any] = figures_of([RankFile(0, {"ranks": 2, **about}, spans)])["ranks"][0]
+    return {name.removesuffix("_ms"): round(value / 1e3, 6) for name, value in figures.items() if name != "rank"}
+
+
+def test_on_a_cpu_waits_are_taken_out_of_their_phases() -> None:
+    spans = step_of(
+        0.0,
+        1,
+        host("wait for a batch", 0.2, 0.6, kind="data"),
+        host("wait for a pull", 1.0, 1.5, kind="pull"),
+        host("sum over the split", 3.5, 4.5, kind="wait"),
+        host("sum of gradients", 6.5, 7.5, kind="wait"),
+        host("receive activations", 2.0, 2.5, kind="bubble"),
+    )
+    found = row(spans)
+    assert found["compute"] == 5 - 0.5 - 1 - 0.5
+    assert found["exposed"] == 1 + 2
+    assert (found["bubble"], found["server"], found["data"], found["update"]) == (0.5, 0.5, 0.4, 1)
+    assert found["other"] == 0.6, "between two steps, besides waiting for the batch, is the user's code"
+    assert found["step"] == 9
+
+
+def test_without_a_loader_all_between_two_steps_is_data() -> None:
+    assert row(step_of(0.0, 1))["data"] == 1
+
+
+def test_on_a_gpu_kernels_count_and_the_host_only_while_there_is_none() -> None:
+    spans = [
+        *step_of(0.0, 1, host("sum of gradients", 6.5, 7.5, kind="wait")),
+        *step_of(9.0, 2),
+        kernel("gemm", 2.0, 6.0, 1, "forward"),
+        kernel("ncclAllReduce", 5.0, 6.5, 1, "backward", "communicate"),
+        kernel("adam", 9.0, 11.0, 1, "update"),  # runs on while the host is a step further
+        kernel("gemm", 11.0, 19.0, 2, "forward"),
+    ]
+    figures = figures_of([RankFile(0, {"ranks": 2}, spans)])["ranks"][0]
+    assert figures["step_ms"] == pytest.approx(1e3 * 19 / 2), "from the last kernel of a step to that of the next"
+    assert figures["compute_ms"] == pytest.approx(1e3 * (4 + 8) / 2)
+    assert figures["update_ms"] == pytest.approx(1e3 * 2 / 2)
+    assert figures["exposed_ms"] == pytest.approx(1e3 * (0.5 + 1.0) / 2), "NCCL alone, and the host's wait"
+    assert figures["other_ms"] == pytest.approx(1e3 * (2.0 + 1.5) / 2), "the device had nothing to do"
+
+
+def test_mfu_is_arithmetic_over_what_the_devices_promise() -> None:
+    ranks = [
+        RankFile(rank, {"ranks": 2, "peak": 1e12, "host": "a", "device_index": rank}, step_of(0.0, 1))
+        for rank in (0, 1)
+    ]
+    assert figures_of(ranks, flops=9e12)["mfu"] == pytest.approx(0.5)
+    shared = [RankFile(r.rank, {**r.about, "device_index": 0}, r.spans) for r in ranks]
+    assert figures_of(shared, flops=4.5e12)["mfu"] == pytest.approx(0.5), "two ranks on one device"
+    assert figures_of(ranks)["mfu"] is None
+    told = [RankFile(r.rank, {**r.about, "flops": 4.5e12}, r.spans) for r in ranks]
+    assert figures_of(told)["mfu"] == pytest.approx(0.5)
+
+
+def test_workers_that_never_met_have_the_time_of_day_in_common() -> None:
+    span = host("forward", 5.0, 6.0)
+    first = RankFile(0, {"host": "a", "wall": 100.0, "clock_error": None}, [span])
+    other = RankFile(1, {"host": "b", "wall": 130.0, "clock_error": None}, [span])
+    same = RankFile(2, {"host": "a", "wall": 100.5, "clock_error": None}, [span])
+    assert [ranked.spans[0].begin for ranked in on_one_clock([first, other, same])] == [5.0, 35.0, 5.0]
+
+
+def test_arithmetic_is_counted_without_a_trace_in_the_training() -> None:
+    model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Linear(24, 4, bias=False))
+    seen = Seen(model)
+    model(torch.randn(8, 16))
+    model(torch.randn(2, 16))  # only the first is counted
+    random, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
+    assert seen.flops(None, torch.device("cpu")) == 3 * 2 * 8 * (16 * 24 + 24 * 4)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert seen.flops(None, torch.device("cpu")) is None
+    assert not model._forward_pre_hooks
+
+
+# ---- a GPU's trace ----
+
+
+def test_kernels_belong_to_the_phase_that_launched_them() -> None:
+    """As torch writes it: microseconds since a base; launches and kernels share a correlation number."""
+
+    def event(cat: str, name: str, ts: float, dur: float, correlation: int) -> dict[str, Any]:
+        return {
+            "ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur,
+            "args": {"correlation": correlation, "stream": 7},
+        }  # fmt: skip
+
+    told = {
+        "baseTimeNanoseconds": 1_000_000_000,
+        "traceEvents": [
+            event("cuda_runtime", "cudaLaunchKernel", 1.5e6, 10, 1),
+            event("kernel", "gemm", 4.5e6, 1e6, 1),  # runs three seconds after its launch
+            event("cuda_runtime", "cudaLaunchKernel", 40e6, 10, 2),
+            event("kernel", "late", 41e6, 1e6, 2),  # launched after the recording
+            event("cuda_runtime", "cudaMemcpyAsync", 8.2e6, 10, 3),
+            event("gpu_memcpy", "Memcpy HtoD", 8.3e6, 1e5, 3),
+            event("cpu_op", "aten::mm", 1.5e6, 10, 4),
+            {"ph": "M", "name": "process_name"},
+        ],
+    }
+    events = events_of(told, behind=-1.0)
+    assert len(events) == 6
+    spans = device_spans(events, step_of(0.0, 3))
+    assert [(s.name, s.more["in"], s.step, round(s.begin, 6), "copy" in s.more) for s in spans] == [
+        ("gemm", "forward", 3, 4.5, False),
+        ("Memcpy HtoD", "update", 3, 8.3, True),
+    ]
+
+
+# ---- the command ----
+
+
+def written(directory: Path) -> Path:
+    about = {"rank": 0, "host": "a", "clock_offset": 0.0, "clock_error": 0.0, "steps": [1, 1], "ranks": 1}
+    files.write(directory / "timeline", "rank-0.jsonl", files.lines_of(about, step_of(0.0, 1)).encode())
+    return directory
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").write_text('{"step": 10}\n')  # the run's own file of that name
+    text = timeline_words(str(written(tmp_path)), as_json=False)
+    assert "step 1, 1 rank: 9 s a step (median)" in text
+    assert "trace.json.gz" in text
+    told = json.loads(timeline_words(str(tmp_path), as_json=True))
+    assert told == summarize(tmp_path) == json.loads((tmp_path / "timeline" / "summary.json").read_text())
+    assert summarize(tmp_path / "timeline") == told, "the folder itself may be given"
+
+
+def test_flops_that_the_run_wrote_down_are_used(tmp_path: Path) -> None:
+    about = {"rank": 0, "clock_offset": 0.0, "ranks": 1, "peak": 1e12}
+    files.write(tmp_path / "timeline", "rank-0.jsonl", files.lines_of(about, step_of(0.0, 1)).encode())
+    assert summarize(tmp_path)["mfu"] is None
+    (tmp_path / "run.json").write_text('{"flops_per_step": 4.5e12}')
+    assert summarize(tmp_path)["mfu"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (False, "there is no directory '{there}'; give the run's log directory"),
+        (True, "there is no timeline in '{there}'; record one by 'echelon run --timeline ...'"),
+    ],
+)
+def test_where_there_is_no_timeline_one_line_says_so(made: bool, line: str, tmp_path: Path) -> None:
+    there = tmp_path / "run"
+    if made:
+        there.mkdir()
+    with pytest.raises(UsageError) as caught:
+        timeline_words(str(there), as_json=False)
+    assert str(caught.value) == line.format(there=there)

@@ -1,0 +1,486 @@
+"""``echelon verify``: scripts on real ranks against one process; what is the same, what is not, which layer it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Died, run_raw
+from torch import Tensor, nn
+
+import echelon
+from echelon import Strategy, pipeline, split, stage
+from echelon.annotation import collect
+from echelon.environment import VERIFY
+from echelon.plan import make_plan
+from echelon.slices import Slices
+from echelon.verify.batches import describe, joined, read_batch, together, write_batch
+from echelon.verify.expected import expected
+from echelon.verify.judge import Verdict, judge, reconsidered
+from echelon.verify.measure import Difference, gradient_differences, rounding, weight_differences
+from echelon.verify.outputs import Outputs, output_difference
+from echelon.verify.question import Question
+from echelon.verify.show import as_json, conclusion, notes
+from echelon.verify.stillness import still, unrest
+from echelon.verify.wide import TOLERANCE
+
+STEPS = 2
+
+# ---- scripts ----
+
+
+def batches(shared: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Of this rank, which has one row more than the one before it; or the same for all."""
+    number = 0 if shared else echelon.rank()
+    made = torch.Generator().manual_seed(7 + number)
+    rows = 6 + number
+    return [(torch.randn(rows, 6, generator=made), torch.randint(3, (rows,), generator=made)) for _ in range(2 * STEPS)]
+
+
+class Layers(nn.Module):
+    """Its middle layer does what it is told; ``first`` is frozen."""
+
+    def __init__(self, middle: nn.Module, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.middle, self.last = nn.Linear(6, 8), middle, nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(self.drop(self.norm(self.first(x))))))
+
+
+def middle() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Linear(8, 8)
+
+
+class ByRank(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + 0.5 * echelon.rank())
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (1.0 + 0.5 * echelon.rank())
+
+
+class WrongBackward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Wrong.apply(x))  # type: ignore[no-untyped-call]
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, training=True)
+
+
+class OwnLoss(nn.Module):
+    """A dict in, a loss out; one weight at both ends, one parameter frozen, one never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.inner, self.head = nn.Embedding(11, 8), middle(), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.inner.bias.requires_grad_(False)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, words: Tensor, scale: float) -> Tensor:
+        logits = self.head(torch.relu(self.inner(self.embed(words)))) * scale
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+def train(model: nn.Module, strategy: Strategy | None = None, loss: Any = F.cross_entropy, **given: Any) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0 / (1 + echelon.world_size()))
+    engine = echelon.distribute(
+        model, optimizer=optimizer, loss=loss, strategy=strategy, scheduler=schedule, log=echelon.Log(every=1), **given
+    )
+    for x, y in batches(shared=engine.plan.in_parts):
+        engine.step(x, y)
+
+
+def with_batch_norm() -> None:
+    """Uneven batches, passes merged, gradients clipped, a schedule that goes by the number of ranks."""
+    train(Layers(middle(), norm=True), Strategy(gradient_merge=2, clip=0.05))
+
+
+def sharded() -> None:
+    train(Layers(middle()), Strategy(shard=3, lr_scaling="linear"))
+
+
+def summed() -> None:
+    train(Layers(middle()), Strategy(reduction=echelon.Reduction(op="sum")))
+
+
+def split_up() -> None:
+    train(echelon.annotate(Layers(middle()), {"first": split(), "middle": split(), "last": split()}))
+
+
+def in_stages() -> None:
+    """Micro-batches, and batch norm that sees them one by one."""
+    marks = {"first": stage(0), "norm": stage(0), "middle": stage(1), "last": stage(1), "": pipeline(micro_batches=2)}
+    train(echelon.annotate(Layers(middle(), norm=True), marks))
+
+
+def own_loss() -> None:
+    model = OwnLoss()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    engine = echelon.distribute(model, optimizer=optimizer, log=echelon.Log(console=False))
+    made = torch.Generator().manual_seed(echelon.rank())
+    for _ in range(STEPS):
+        words = torch.randint(11, (5, 4 + echelon.rank()), generator=made)  # rows that do not fit into one batch
+        engine.step({"words": words, "scale": 0.5}, samples=words.shape[0] * (words.shape[1] - 1))
+
+
+def by_rank() -> None:
+    train(Layers(ByRank(8, 8)))
+
+
+def backward_by_rank() -> None:
+    train(Layers(WrongBackward(8, 8)))
+
+
+class LateByRank(nn.Linear):
+    """As it should be in the first step, which looks at it twice."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training and torch.is_grad_enabled()
+        return super().forward(x) * (1.0 + 0.01 * echelon.rank() * (self.calls > 2))
+
+
+def late_by_rank() -> None:
+    train(Layers(LateByRank(8, 8)))
+
+
+def loss_is_a_sum() -> None:
+    model = Layers(middle())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = echelon.distribute(
+        model, optimizer=optimizer, loss=lambda out, y: F.cross_entropy(out, y, reduction="sum")
+    )
+    for _ in range(STEPS):
+        engine.step(torch.ones(4, 6), torch.ones(4, dtype=torch.long))
+
+
+def noisy() -> None:
+    train(Layers(Noisy(8, 8)))
+
+
+def own_statistics() -> None:
+    train(Layers(middle(), norm=True), Strategy(sync_batch_norm=False))
+
+
+def sixteen_bits() -> None:
+    train(Layers(middle()), Strategy(fp16_allreduce="bf16"))
+
+
+def alone_now_and_then() -> None:
+    train(Layers(middle()), Strategy(localsgd=True))
+
+
+def alone_and_by_rank() -> None:
+    train(Layers(ByRank(8, 8)), Strategy(localsgd=True))
+
+
+def own_loop() -> None:
+    model = Layers(middle())
+    engine = echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.backward(model(torch.ones(2, 6)).sum())
+    engine.update()
+
+
+def two_models() -> None:
+    for _ in range(2):
+        model = Layers(middle())
+        echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy)
+
+
+def on_servers() -> None:
+    train(Layers(middle()), Strategy(ps="async"))
+
+
+def strange_batch() -> None:
+    model = Layers(middle())
+    engine = echelon.distribute(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, batch: out.sum()
+    )
+    engine.step({"x": torch.ones(2, 6), "note": object()})
+
+
+def script(question: str, body: Callable[[], None]) -> None:
+    os.environ[VERIFY] = question
+    echelon.init(seed=0)
+    body()
+
+
+def recorded(body: Callable[[], None], directory: Path, steps: int = STEPS, wide: bool = False) -> Question:
+    directory.mkdir(exist_ok=True)
+    question = Question(str(directory), "plan", steps, wide)
+    ends = run_raw(script, question.ask()[VERIFY], body, ranks=2)
+    assert ends == [Died(0)] * 2, ends
+    return question
+
+
+def verified(body: Callable[[], None], directory: Path, steps: int = STEPS, wide: bool = False) -> Verdict:
+    question = recorded(body, directory, steps, wide)
+    plan = question.answered("plan")
+    assert plan is not None
+    alone = dataclasses.replace(question, role="reference")
+    [end] = run_raw(script, alone.ask()[VERIFY], body, ranks=1)
+    assert end == Died(0), end
+    reference = alone.answered("reference")
+    assert reference is not None
+    return judge(plan, reference, TOLERANCE if wide else None)
+
+
+# ---- the same ----
+
+
+@pytest.mark.parametrize(
+    "body", [with_batch_norm, sharded, summed, split_up, in_stages, own_loss], ids=lambda f: f.__name__
+)
+def test_exact_plans_are_the_same(body: Callable[[], None], tmp_path: Path) -> None:
+    verdict = verified(body, tmp_path)
+    assert verdict.status == "same", conclusion(verdict)
+    assert len(verdict.rows) == STEPS
+    assert verdict.rows[0].loss != verdict.rows[1].loss
+    for row in verdict.rows:
+        assert row.loss == pytest.approx(row.reference, rel=2e-6)
+        assert row.gradient is not None
+        assert row.weight is not None
+        assert max(row.gradient.relative, row.weight.relative) < 2e-5
+    if body is not own_loss:
+        assert verdict.silenced == ("drop",)
+        assert verdict.compared[0] >= 2  # outputs of some layers, too, whatever the plan
+        assert "lr of group 0" in verdict.options  # which the ranks' own was taken for
+    assert not verdict.unrest
+
+
+# ---- not the same ----
+
+
+def test_the_first_layer_that_computes_something_else_is_named(tmp_path: Path) -> None:
+    verdict = verified(by_rank, tmp_path)
+    assert verdict.status == "differs"
+    assert verdict.parting is not None
+    assert (verdict.parting.what, verdict.parting.where, verdict.parting.step) == ("outputs", "middle", 1)
+    assert "the first layer that computes something else is 'middle' (ByRank)" in conclusion(verdict)
+
+
+def test_a_backward_that_goes_wrong_is_named_by_the_layer_next_to_it(tmp_path: Path) -> None:
+    """All before it receive what it passes on: ``first`` alone, whose output is where gradients part."""
+    verdict = verified(backward_by_rank, tmp_path)
+    assert verdict.parting is not None
+    assert (verdict.parting.what, verdict.parting.step) == ("gradients", 1)
+    assert verdict.parting.where in ("first.weight", "first.bias")
+
+
+def test_a_loss_that_is_a_sum_is_told_from_layers_that_differ(tmp_path: Path) -> None:
+    verdict = verified(loss_is_a_sum, tmp_path)
+    assert verdict.parting is not None
+    assert (verdict.parting.what, verdict.parting.step) == ("loss", 1)
+    assert verdict.rows[0].reference == pytest.approx(2 * verdict.rows[0].loss, rel=1e-5)
+    assert "a sum, not a mean?" in conclusion(verdict)
+
+
+def test_random_numbers_are_noticed(tmp_path: Path) -> None:
+    verdict = verified(noisy, tmp_path)
+    assert verdict.status == "differs"
+    assert verdict.unrest > 1e-3
+    assert any("random numbers are in play" in line for line in notes(verdict))
+
+
+def test_a_fault_is_as_large_in_64_bits_and_rounding_is_not(tmp_path: Path) -> None:
+    narrow = verified(late_by_rank, tmp_path / "narrow", steps=4)
+    assert narrow.parting is not None
+    assert narrow.parting.step > 1
+    wide = verified(late_by_rank, tmp_path / "wide", steps=4, wide=True)
+    assert (wide.status, wide.parting and wide.parting.step) == ("differs", narrow.parting.step)
+    assert reconsidered(narrow, wide) is narrow
+    right = verified(in_stages, tmp_path / "right", wide=True)
+    assert right.status == "same"
+    assert all(row.difference < 1e-14 and row.gradient and row.gradient.relative < 1e-12 for row in right.rows)
+    cleared = reconsidered(narrow, right)
+    assert cleared.status == "same"
+    assert conclusion(cleared).startswith("same but for rounding: in 64 bits 4 steps on 2 processes give what one")
+
+
+# ---- what is expected ----
+
+
+@pytest.mark.parametrize(
+    ("body", "setting"), [(own_statistics, "sync_batch_norm=False"), (sixteen_bits, "fp16_allreduce='bf16'")]
+)
+def test_inexact_strategies_differ_as_expected(body: Callable[[], None], setting: str, tmp_path: Path) -> None:
+    verdict = verified(body, tmp_path)
+    assert [one.setting for one in verdict.expected] == [setting]
+    assert verdict.status == "expected", conclusion(verdict)
+    assert setting in conclusion(verdict)
+
+
+def test_a_strategy_does_not_excuse_a_layer(tmp_path: Path) -> None:
+    """Where replicas step alone, their first forward is still that of one process."""
+    assert verified(alone_now_and_then, tmp_path / "right").status == "expected"
+    verdict = verified(alone_and_by_rank, tmp_path / "wrong")
+    assert verdict.status == "differs"
+    assert verdict.parting is not None
+    assert verdict.parting.where == "middle"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (own_loop, "a loop of its own"),
+        (two_models, "distribute() more than once"),
+        (on_servers, "parameter servers are not verified"),
+        (strange_batch, "the batch holds a object"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_line(body: Callable[[], None], says: str, tmp_path: Path) -> None:
+    refused = recorded(body, tmp_path).noted("refused")
+    assert refused is not None
+    assert says in refused
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "settings"),
+    [
+        (Strategy(), 5, []),
+        (Strategy(shard=3, gradient_merge=4, clip=1.0, lr_scaling=True), 5, []),
+        (Strategy(amp="bf16"), 5, ["amp='bf16'"]),
+        (Strategy(dgc=echelon.Dgc(rampup_begin_step=5)), 5, []),  # dense before that
+        (Strategy(dgc=echelon.Dgc(rampup_begin_step=5)), 6, ["dgc"]),
+        (Strategy(adaptive_localsgd=True), 5, ["adaptive_localsgd", "sync_batch_norm=False"]),
+    ],
+)
+def test_expectations_are_read_from_the_plan(strategy: Strategy, steps: int, settings: list[str]) -> None:
+    model = Layers(middle(), norm=True)
+    optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    plan = make_plan(model, optimizers, strategy, 2, 2, collect(model), Slices())
+    assert [one.setting for one in expected(plan, model, steps)] == settings
+
+
+# ---- parts ----
+
+
+def test_batches_come_back_as_they_were(tmp_path: Path) -> None:
+    batch = {
+        "x": torch.randn(3, 4),
+        "pair": (torch.arange(3), [torch.ones(2, dtype=torch.bool), None]),
+        "n": 5,
+        "s": "a",
+    }
+    write_batch(tmp_path / "b", batch)
+    back = read_batch(tmp_path / "b")
+    (structure, tensors), (again, found) = describe(batch), describe(back)
+    assert structure == again
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, found, strict=True))
+
+
+def test_a_global_batch_is_the_rows_of_all_in_order() -> None:
+    a, b, side = torch.randn(3, 2), torch.randn(5, 2), torch.ones(7)
+    whole = joined([{"x": a, "side": side}, {"x": b, "side": side}])
+    assert torch.equal(whole["x"], torch.cat([a, b]))
+    assert torch.equal(whole["side"], side)
+    assert joined([(a,), (torch.randn(3, 4),)]) is None  # longer rows
+    assert joined([{"x": a, "side": side}, {"x": b, "side": 2 * side}]) is None
+
+
+def test_weights_of_pieces_add_up_to_the_mean_over_all() -> None:
+    rows = [torch.randn(n, 2) for n in (4, 3)]
+    batches = [(value,) for value in rows]
+    mean = torch.cat(rows).mean()
+    for pieces in (
+        together(batches, [4, 3], apart=False).pieces,
+        together(batches, [4, 3], apart=False, micro=2).pieces,
+        together([(rows[0],), (rows[1].T.T, None)], [4, 3], apart=False).pieces,
+    ):
+        assert math.isclose(sum(float(piece.batch[0].mean()) * piece.weight for piece in pieces), mean, rel_tol=1e-5)
+    apart = together(batches, [4, 3], apart=True).pieces
+    assert [piece.weight for piece in apart] == [1.0, 1.0]
+
+
+def test_differences_are_measured_by_the_scale_of_each_tensor() -> None:
+    one = {"a": torch.tensor([4.0, -2.0]), "tiny": torch.tensor([1e-9]), "lost": torch.ones(1)}
+    other = {"a": torch.tensor([4.0, -2.2]), "tiny": torch.tensor([-1e-9])}
+    found = gradient_differences(other, one)
+    assert found["a"] == pytest.approx((0.2, 0.05))
+    assert found["tiny"].relative == pytest.approx(2e-9 / 0.4)  # a tenth of the largest of all
+    assert found["lost"] == Difference(math.inf, math.inf)
+    assert gradient_differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)})["a"].relative == math.inf
+
+
+def test_weights_leave_out_what_only_rounding_has_moved() -> None:
+    gradients = {"w": torch.tensor([1.0, 1e-9])}, {"w": torch.tensor([1.0 + 1e-6, -1e-9])}
+    entries = rounding(*gradients)
+    assert entries["w"].tolist() == [False, True]
+    weights = {"w": torch.tensor([1.0, 0.3])}, {"w": torch.tensor([1.0, 0.1])}
+    assert weight_differences(*weights)["w"].relative > 0.1
+    assert weight_differences(*weights, entries)["w"] == (0.0, 0.0)
+
+
+def test_outputs_add_up_over_samples_and_say_nothing_where_they_do_not() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(6, 4)
+
+    def heard(*pieces: Tensor) -> dict[str, Any]:
+        outputs = Outputs(model)
+        with outputs.listening():
+            for piece in pieces:
+                model(piece)
+        return outputs.found()
+
+    whole, parts, fewer = heard(x), heard(x[:2], x[2:]), heard(x[:3])
+    assert list(whole) == ["0", "1", ""]
+    assert all(output_difference(parts[name], whole[name]) == pytest.approx(0.0, abs=1e-9) for name in whole)
+    assert all(output_difference(fewer[name], whole[name]) is None for name in whole)
+    count, linear, squares = whole["0"]
+    put_out = model[0](x).detach()
+    assert (count, linear) == (18, pytest.approx(float(put_out.sum()), rel=1e-5))
+    assert squares == pytest.approx(float(put_out.square().sum()), rel=1e-5)
+    assert not model[0]._forward_hooks
+
+
+def test_dropout_is_switched_off_wherever_it_is() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3), nn.Dropout(0.2), nn.Linear(8, 8))
+    x = torch.randn(3, 2, 8)
+    assert unrest(lambda: model(x).mean(), model, x.device) > 0
+    assert set(still(model)) == {"0.self_attn", "0.dropout", "0.dropout1", "0.dropout2", "1"}
+    assert unrest(lambda: model(x).mean(), model, x.device) == 0
+    assert torch.equal(model.train()(x), model.eval()(x)) or torch.allclose(
+        model.train()(x), model.eval()(x), atol=1e-6
+    )
+
+
+def test_a_tolerance_that_is_given_judges_everything() -> None:
+    step = {"loss": 1.0, "gradients": {"w": [1e-3, 2e-3]}, "weights": {"w": [0.0, 0.0]}}
+    plan = {
+        "steps": [{"loss": 1.0}], "outputs": {}, "silenced": [], "ranks": 2, "replicas": 2, "mesh": {"replicate": 2},
+        "apart": False, "micro": 1,
+        "expected": [{"setting": "x", "says": "y", "outputs": 1e-4, "loss": 0.1, "gradients": 0.1, "weights": 0.1}],
+    }  # fmt: skip
+    reference = {
+        "steps": [step], "outputs": [], "kinds": {}, "unrest": 0.0, "rounding": [], "options": "", "passes": 1
+    }  # fmt: skip
+    assert judge(plan, reference).status == "expected"
+    assert judge({**plan, "expected": []}, reference).status == "differs"
+    assert judge(plan, reference, 1e-5).status == "differs"
+    assert judge(plan, reference, 1e-3).status == "same"
+    assert '"relative": 0.002' in as_json(judge(plan, reference))
