@@ -7,13 +7,15 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test matrix lint bench clean
+.PHONY: ready demo test matrix lint docs bench clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+ready: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python tests/matrix.py
@@ -22,6 +24,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, from docs/, into build/site; it fails on a link to nowhere and on a page without a place.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel.py
