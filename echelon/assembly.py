@@ -220,11 +220,11 @@ def _change_modules(world: World, plan: Plan, model: nn.Module, grid: Grid) -> N
         synchronize(model, filter(here, plan.sync_batch_norm), shared)
     if plan.recompute or plan.chains:
         together = grid.control("replicate", "split") if plan.in_parts else world.control
-        segments, chains = _recomputed_here(plan, grid)
+        segments, chains = recomputed_here(plan, grid)
         apply_recompute(model, segments, chains, offload=plan.offload, group=together)
 
 
-def _recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:
+def recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:
     """In a pipeline, what lies inside this rank's units; where segments would reach over them, each unit is one."""
     if plan.stages is None:
         return plan.recompute, plan.chains
@@ -290,7 +290,7 @@ def _shard(
         plan.shard.offload,
         world.device,
         gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
-        shared=_on_several_places(plan, grid),
+        shared=on_several_places(plan, grid),
     )
 
 
@@ -302,7 +302,7 @@ def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[st
     return {key: updates_in_backward(plan, key, optimizer, carrier) for key, optimizer in optimizers.items()}
 
 
-def _on_several_places(plan: Plan, grid: Grid) -> set[str]:
+def on_several_places(plan: Plan, grid: Grid) -> set[str]:
     """Parameters that several places along the stage axis hold."""
     holders = plan.stages.holders if plan.stages else {}
     return {name for name, stages in holders.items() if len({stage % grid.size("stage") for stage in stages}) > 1}

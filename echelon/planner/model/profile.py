@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -78,13 +78,29 @@ class Profile:
 
     members:    all modules of every unit, where ``names`` has the first
     parameters: (name, entries, dtype, whether it is trained, index of the first unit that needs it)
+
+    units, splits, spread: which modules are units and which are split, where somebody has said so; spread: ranks of the
+    split have batches of their own
     """
 
-    def __init__(self, model: nn.Module, batch: Any, step: Step, name: str, device: DeviceKind) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        step: Step,
+        name: str,
+        device: DeviceKind,
+        units: Sequence[str] = (),
+        splits: Mapping[str, Split] | None = None,
+        spread: bool = False,
+    ) -> None:
         from echelon.objective import count_samples
 
         self.name, self.device, self.batch = name, device, count_samples(batch)
         self._model, self._example, self._step = model, batch, step
+        self._unit_names, self._spread = list(units) or find_units(model) or [""], spread
+        if splits is not None:
+            self.split_marks = dict(splits)
         self._measured: dict[Any, _Measured] = {}
         self._sheets: dict[Any, Sheet] = {}
         first = self._measure(1, None, SIZES)
@@ -105,6 +121,10 @@ class Profile:
     def step(self) -> Step:
         """``step(model, batch)`` is the loss."""
         return self._step
+
+    def cut(self, units: Sequence[str], splits: Mapping[str, Split], spread: bool) -> Profile:
+        """The same step, of these units and with these splits."""
+        return Profile(self._model, self._example, self._step, self.name, self.device, units, splits, spread)
 
     def placeholders(self, samples: int) -> Any:
         """A batch of so many samples, without contents."""
@@ -138,7 +158,7 @@ class Profile:
         shadow = Shadow(self._model, self._unit_names)
         with nobody(split) as group:
             if split > 1:
-                split_first(shadow, self.split_marks, group)
+                split_first(shadow, self.split_marks, group, self._spread)
             shadow.listen_to(self._unit_names)
             passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
         groups = self._groups if hasattr(self, "_groups") else None
@@ -158,10 +178,6 @@ class Profile:
                 f"'{self.name}' cannot be profiled: {type(error).__name__}: {words}; its forward must run on shapes "
                 "alone, without looking at values"
             ) from error
-
-    @functools.cached_property
-    def _unit_names(self) -> list[str]:
-        return find_units(self._model) or [""]
 
     # ---- splits ----
 

@@ -25,11 +25,16 @@ def nobody(ranks: int) -> Iterator[dist.ProcessGroup]:
         del known.pg_map[group], known.pg_group_ranks[group]
 
 
-def split_first(shadow: Shadow, marks: Mapping[str, Split], group: dist.ProcessGroup) -> None:
-    """Cut the copy as the first rank of ``group`` would. Of units that are alike, the first stands for all."""
+def split_first(
+    shadow: Shadow, marks: Mapping[str, Split], group: dist.ProcessGroup, spread: bool = False, rank: int = 0
+) -> None:
+    """Cut the copy as the first rank of ``group`` would, or another. Of units that are alike, the first stands for all.
+
+    spread: each has a batch of its own
+    """
     from echelon.parallel.split import SplitAxis, apply_split
 
     others = tuple(shadow.like)
     wanted = {name: mark for name, mark in marks.items() if not any(within(name, other) for other in others)}
     with placeholder_mode():
-        apply_split(shadow.model, wanted, SplitAxis(group, 0, group.size()))
+        apply_split(shadow.model, wanted, SplitAxis(group, rank, group.size(), spread))

@@ -29,6 +29,23 @@ class Realized(NamedTuple):
     marks: Marks
 
 
+class Terms(NamedTuple):
+    """What a saved plan says, in the words of one that a user has written."""
+
+    strategy: Strategy
+    marks: Marks
+    slices: Slices
+    mesh: dict[str, int]
+
+
+def terms(saved: SavedPlan) -> Terms:
+    draft = saved.draft
+    _check_shape(draft)
+    mesh = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
+    mesh = {axis: size for axis, size in mesh.items() if size > 1 or axis == "replicate"}
+    return Terms(_strategy(draft), _marks(saved), _slices(draft), mesh)
+
+
 def realize(
     saved: SavedPlan,
     model: nn.Module,
@@ -43,13 +60,15 @@ def realize(
             f"the plan is for {draft.ranks} ranks ({draft}), this job has {ranks}; start it with {draft.ranks}, or "
             f"make a plan for {ranks}"
         )
-    _check_shape(draft)
-    marks = _marks(saved)
-    mesh = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
-    mesh = {axis: size for axis, size in mesh.items() if size > 1 or axis == "replicate"}
-    plan = make_plan(model, optimizers, _strategy(draft), ranks, ranks_per_host, marks, _slices(draft), mesh)
+    strategy, marks, slices, mesh = terms(saved)
+    plan = make_plan(model, optimizers, strategy, ranks, ranks_per_host, marks, slices, mesh)
+    return Realized(completed(plan, saved, model), marks)
+
+
+def completed(plan: Plan, saved: SavedPlan, model: nn.Module) -> Plan:
+    """With what a draft says stage by stage and replica by replica."""
     recomputed = tuple((name,) for name in _recomputed(saved, model))
-    return Realized(dataclasses.replace(plan, recompute=recomputed, shares=_shares(draft)), marks)
+    return dataclasses.replace(plan, recompute=recomputed, shares=_shares(saved.draft))
 
 
 def _check_shape(draft: Draft) -> None:
