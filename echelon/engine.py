@@ -36,6 +36,7 @@ from echelon.parallel.clip import clip_gradients
 from echelon.parallel.collective import gather_json
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
+from echelon.parallel.holdings import Holdings
 from echelon.parallel.peers import peers_explained
 from echelon.parallel.precision import check_precision
 from echelon.parallel.rates import rate_factor, scaled_rates
@@ -650,6 +651,11 @@ class Engine:
     def worker(self) -> int:
         """Which of the processes that train this is."""
         return self.served.worker if self.served is not None and self.served.dense else self.world.rank
+
+    @property
+    def holdings(self) -> Holdings | None:
+        """What of the model this rank has; None until a pipeline's first batch has cut it."""
+        return self._parts.holdings if self._parts is not None else None
 
     @property
     def place(self) -> dict[str, int]:
