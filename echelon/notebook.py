@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -53,7 +54,8 @@ def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named
     _refuse(count)
     with socket.create_server((LOOPBACK, 0)) as listener, _ended_in_any_case() as ranks:
         for rank in range(count):
-            ranks.append(_start(rank, count, listener, lambda: fn(*args, **named)))
+            with _uninterrupted():
+                ranks.append(_start(rank, count, listener, lambda: fn(*args, **named)))
         store = TCPStore(
             *(LOOPBACK, listener.getsockname()[1]),
             is_master=True,
@@ -205,6 +207,23 @@ def _ended_in_any_case() -> Iterator[list[_Rank]]:
                 os.waitpid(rank.pid, 0)
             rank.result.close()
             rank.output.close()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interrupt between a fork and our taking note of it would leave a process that nobody ends: it comes after."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # none of ours comes here
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _follow(ranks: list[_Rank]) -> list[Any]:

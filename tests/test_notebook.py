@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,19 +85,24 @@ def test_no_process_outlives_an_interrupt(tmp_path: Path) -> None:
         (tmp_path / str(os.getpid())).touch()
         time.sleep(1000)
 
-    def interrupt(*_: Any) -> None:
-        if len(list(tmp_path.iterdir())) == 2:
-            raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    ended = threading.Event()
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 2 and not ended.wait(0.01):
+            pass
+        if not ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where tests run beside others
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             launch(wait_for_ever, procs=2)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        ended.set()
+        interrupting.join()
+        signal.signal(signal.SIGINT, before)
     for pid in [int(path.name) for path in tmp_path.iterdir()]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
