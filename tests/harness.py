@@ -43,6 +43,10 @@ context.set_forkserver_preload(
 )
 
 
+#: Seconds after which ranks hang, however busy the machine.
+LIMIT = 150.0
+
+
 class RankFailed(AssertionError):
     """At least one rank did not return."""
 
@@ -63,7 +67,7 @@ class Raised:
     trace: str
 
 
-def run(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def run(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = LIMIT, **kwargs: Any) -> list[Any]:
     """Call ``rank_main(*args, **kwargs)`` on ``ranks`` processes of one job; their results in rank order."""
     results = run_raw(rank_main, *args, ranks=ranks, timeout=timeout, **kwargs)
     failed = {rank: end for rank, end in enumerate(results) if isinstance(end, Raised | Died)}
@@ -72,14 +76,16 @@ def run(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: floa
     return results
 
 
-def errors(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60, **kwargs: Any) -> list[str]:
+def errors(
+    rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = LIMIT, **kwargs: Any
+) -> list[str]:
     """As ``run``, for jobs that must fail: every rank's one-line error, '' for a rank that returned."""
     results = run_raw(rank_main, *args, ranks=ranks, timeout=timeout, **kwargs)
     return [f"{end.kind}: {end.line}" if isinstance(end, Raised) else "" for end in results]
 
 
 def run_raw(
-    rank_main: Callable[..., Any], *args: Any, ranks: int = 2, hosts: int = 1, timeout: float = 60, **kwargs: Any
+    rank_main: Callable[..., Any], *args: Any, ranks: int = 2, hosts: int = 1, timeout: float = LIMIT, **kwargs: Any
 ) -> list[Any]:
     """What became of every rank: its result, or ``Raised``, or ``Died``. Ranks are told they are on ``hosts`` hosts."""
     port = free_port()
@@ -115,10 +121,10 @@ def script(path: str, args: Sequence[str]) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody else takes before it is used: apart from those the kernel deals out, and from those of other
-    pytest workers."""
+    """A port that nobody else takes before it is used: apart from those the kernel deals out, from those that jobs of
+    Slurm agree on, and from those of other pytest workers."""
     for number in _ports:
-        port = 20000 + 1000 * _worker + number % 1000
+        port = 10000 + 1000 * _worker + number % 1000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))

@@ -375,7 +375,7 @@ def test_ranks_that_disagree_all_hear_why(tmp_path, how, said):
 
 @pytest.mark.parametrize("how", ["left", "silent"])
 def test_a_rank_that_does_not_come_is_missed_on_the_others(tmp_path, how):
-    lines = errors(disagree, tmp_path, how, ranks=2, timeout=30)
+    lines = errors(disagree, tmp_path, how, ranks=2)
     assert lines[0].startswith("PeerLostWhileSaving: saving step 1: rank 0 lost contact with another rank")
     assert "\n" not in lines[0]
     assert lines[1] == ""

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from harness import Died, run_raw
+from harness import LIMIT, Died, run_raw
 
 import echelon
 from echelon.checkpoint import CheckpointError, Stored, Writer, latest, verify
@@ -63,7 +63,7 @@ def test_a_process_killed_again_and_again_loses_no_complete_checkpoint(tmp_path)
         begun = _context.Event()
         process = _context.Process(target=save_without_end, args=(tmp_path, begun), daemon=True)
         process.start()
-        assert begun.wait(30)
+        assert begun.wait(LIMIT)
         time.sleep(chance.uniform(0, 0.05))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -97,7 +97,7 @@ def test_two_ranks_killed_lose_no_complete_checkpoint(tmp_path):
     chance, step = random.Random(1), 0
     for _ in range(8):
         delays = [chance.uniform(0, 0.1), chance.uniform(0, 0.1)]
-        ends = run_raw(save_until_killed, tmp_path, delays, ranks=2, timeout=30)
+        ends = run_raw(save_until_killed, tmp_path, delays, ranks=2)
         assert any(end == Died(-signal.SIGKILL) for end in ends)
         now = assert_whole(tmp_path, ranks=2)
         assert now > step
@@ -108,7 +108,7 @@ def test_two_ranks_killed_lose_no_complete_checkpoint(tmp_path):
 def test_the_rank_that_lives_hears_of_the_one_that_was_killed(tmp_path, killed):
     delays = [None, None]
     delays[killed] = 0.05
-    ends = run_raw(save_until_killed, tmp_path, delays, ranks=2, timeout=30)
+    ends = run_raw(save_until_killed, tmp_path, delays, ranks=2)
     assert ends[killed] == Died(-signal.SIGKILL)
     assert f"rank {1 - killed} lost contact with another rank" in ends[1 - killed]
     assert "\n" not in ends[1 - killed]

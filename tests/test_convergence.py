@@ -41,7 +41,7 @@ def learn(names: list[str]) -> dict[str, Curves]:
 @pytest.fixture(scope="module")
 def learned() -> dict[str, Curves]:
     first: dict[str, Curves]
-    first, second = run(learn, ["plain", "dgc 0.99", "localsgd"], ranks=2, timeout=110)
+    first, second = run(learn, ["plain", "dgc 0.99", "localsgd"], ranks=2)
     assert first == second, "ranks evaluate one model together"
     return first
 

@@ -479,7 +479,7 @@ def test_lars_and_lamb_go_by_norms_of_whole_parameters_in_every_layout() -> None
     one = run(by_norms, ["one"], ranks=1)[0]
     for ranks in (2, 3, 4):
         here = [name for name in NORMED if LAYOUTS[name].ranks == ranks]
-        for rank, found in enumerate(run(by_norms, here, ranks=ranks, timeout=120)):
+        for rank, found in enumerate(run(by_norms, here, ranks=ranks)):
             for case, weights in found.items():
                 assert_same(weights, one[f"{case.split()[0]} one"], 1e-5, f"{case}, rank {rank}")
 
@@ -510,5 +510,5 @@ def overflowing(layouts: Sequence[str]) -> list[tuple[int, bool, bool]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: int) -> None:
     names = {2: ["pp2", "split2", "spread2", "shard1"], 4: ["pp2 x dp2", "pp2 x split2", "shard1 x pp2"]}[ranks]
-    for found in run(overflowing, names, ranks=ranks, timeout=120):
+    for found in run(overflowing, names, ranks=ranks):
         assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, (1, True, False))

@@ -261,7 +261,7 @@ def trained() -> dict[str, list[Trained]]:
     found: dict[str, list[Trained]] = {}
     for ranks, hosts in ((2, 1), (4, 2)):
         names = [name for name, case in CASES.items() if (case.ranks, case.hosts) == (ranks, hosts)]
-        for results in run(train, names, ranks=ranks, hosts=hosts, timeout=110):
+        for results in run(train, names, ranks=ranks, hosts=hosts):
             for name, result in results.items():
                 found.setdefault(name, []).append(result)
     return found

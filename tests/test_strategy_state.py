@@ -120,9 +120,9 @@ def _all_state(engine: Engine, net: nn.Module) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
     directory, names = str(tmp_path_factory.mktemp("kept")), list(CASES)
-    through = run(undisturbed, names, timeout=110)
-    run(stopped, names, directory, timeout=110)
-    return through, run(resumed, names, directory, timeout=110)
+    through = run(undisturbed, names)
+    run(stopped, names, directory)
+    return through, run(resumed, names, directory)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from forked import Forked
 
-LIMIT = 60.0
+#: Seconds after which something hangs, however busy the machine; below pytest's own limit, which tells less.
+LIMIT = 150.0
 
 #: Whether launchers fork their ranks too (warm.py): for tests of what a job does, not of how its ranks are started.
 warm = False
@@ -119,16 +120,19 @@ def until(ready: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def processes_with(marker: str) -> list[str]:
-    """The command lines of all living processes that carry the marker as an argument."""
+def command_lines() -> list[str]:
+    """Of all living processes, their words parted by NUL; others of this machine may end while we look."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with contextlib.suppress(OSError):
-                words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if marker in words:
-                    found.append(" ".join(words))
+                found.append((directory / "cmdline").read_bytes().decode(errors="replace"))
     return found
+
+
+def processes_with(marker: str) -> list[str]:
+    """The command lines of all living processes that carry the marker as an argument."""
+    return [line.replace("\0", " ") for line in command_lines() if marker in line.split("\0")]
 
 
 def _clean_environment() -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import _clean_environment, echelon
+from command import LIMIT, _clean_environment, echelon
 from harness import free_port
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -48,7 +48,7 @@ def test_the_wrong_interface_is_named_in_words_and_nothing_hangs(tmp_path):
             typed = ["sh", "-c", f"{docker} && cd {directory} && exec {subprocess.list2cmdline(command)}"]
             with (directory / "err").open("wb") as log:
                 ends.append(network.start(host, typed, env, log))
-        outs = [process.communicate(timeout=100)[0].decode() for process in ends]
+        outs = [process.communicate(timeout=LIMIT)[0].decode() for process in ends]
     assert [process.returncode for process in ends] == [1, 1], [(tmp_path / f"{n}/err").read_text() for n in (0, 1)]
     said = " ".join(outs[0].split())
     assert (

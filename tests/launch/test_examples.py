@@ -43,7 +43,7 @@ def said(name: str, args: tuple[str, ...], directory: str) -> str:
 
 def run(name: str, *args: str, cwd: Path) -> str:
     """What rank 0 says."""
-    return harness.run(said, name, args, str(cwd), ranks=2, timeout=110)[0]
+    return harness.run(said, name, args, str(cwd), ranks=2)[0]
 
 
 def served(name: str, *args: str, servers: int, cwd: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ import echelon as framework
 from echelon import Strategy, cluster, pipeline, split, stage
 from echelon.errors import EchelonError
 
-PATIENCE = 60.0  # seconds that others may take to end, however busy the machine; it is some 5 on a quiet one
-
 TRAIN = """
-import os, signal, sys, time
+import os, signal, sys
 import torch, torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -50,7 +47,6 @@ class Fragile(nn.Module):
             first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             self.calls += engine.steps == fatal
             if first and echelon.rank() == victim and engine.steps == fatal and self.calls == moment:
-                print(time.time(), file=open("failed-at", "w"))
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
@@ -92,17 +88,9 @@ def written(directory: Path) -> Path:
     return directory / "train.py"
 
 
-def seconds_since(directory: Path) -> float:
-    """Since the failure, on the same clock."""
-    passed = time.time() - float((directory / "failed-at").read_text())
-    print(f"ended {passed:.1f} s after the failure")
-    return passed
-
-
 def test_an_error_in_a_stage_is_told_with_its_rank_stage_and_micro_batch(tmp_path: Path) -> None:
     end = train(tmp_path, 4, "raise", "pipeline", 3, 2)
     assert end.code == 1
-    assert seconds_since(tmp_path) < PATIENCE
     words = r"echelon: rank 3 of 4 \(host .*\) raised ValueError: at rank 3, stage 1, micro-batch 1: the data of this"
     assert re.match(words, end.first_line), end.err
 
@@ -111,7 +99,6 @@ def test_an_error_in_a_stage_is_told_with_its_rank_stage_and_micro_batch(tmp_pat
 def test_a_killed_rank_ends_all_and_is_named(spread: str, procs: int, tmp_path: Path) -> None:
     end = train(tmp_path, procs, "kill", spread, procs - 1, 2)
     assert end.code == 128 + 9, end.err
-    assert seconds_since(tmp_path) < PATIENCE
     words = rf"echelon: rank {procs - 1} of {procs} \(host .*, pid \d+\) was killed by SIGKILL"
     assert re.match(words, end.first_line), end.err
 

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Ended, echelon, finish, processes_with, start, start_fresh, start_python, until, write
+from command import (
+    Ended,
+    command_lines,
+    echelon,
+    finish,
+    processes_with,
+    start,
+    start_fresh,
+    start_python,
+    until,
+    write,
+)
 from harness import free_port
 
 from echelon.checkpoint import Stored, find
@@ -107,7 +118,7 @@ def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_pat
     loaded = [Path(f"/proc/{found[f'server-{n}']}/maps").read_text() for n in range(2)]
     workers = [json.loads((tmp_path / f"up-{n}").read_text()) for n in range(2)]
     token, session = workers[0]["ECHELON_PS_TOKEN"], workers[0]["ECHELON_PS_SESSION"]
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    commands = command_lines()
     state = tmp_path / "log" / f"servers-{session}"
     assert (state / "session").read_text() == session
     (tmp_path / "seen").touch()
@@ -132,7 +143,7 @@ def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_pat
     for n, env in enumerate(servers):
         assert (env["TRAINING_ROLE"], env["PADDLE_CURRENT_ENDPOINT"]) == ("PSERVER", endpoints[n])
     assert len(token) >= 32
-    assert not [words for words in commands if token.encode() in words]
+    assert not [words for words in commands if token in words]
     assert sorted(logs(tmp_path)) == ["rank-0.log", "rank-1.log", "server-0.log", "server-1.log"]
     assert not [name for name, text in logs(tmp_path).items() if token in text]
     assert not state.exists()

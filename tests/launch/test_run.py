@@ -16,7 +16,7 @@ from pathlib import Path
 
 import harness
 import pytest
-from command import echelon, finish, processes_with, start, start_fresh, until, write
+from command import LIMIT, echelon, finish, processes_with, start, start_fresh, until, write
 
 SUM = """
 import echelon, torch, torch.distributed as dist
@@ -86,8 +86,10 @@ def test_rank_0_keeps_the_terminal_and_its_log(tmp_path):
     )
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "echelon", "run", "--procs", "2", "tty.py"]
-    assert subprocess.run(words, cwd=tmp_path, stdout=theirs, check=False, timeout=60).returncode == 0
-    seen = os.read(ours, 4096).decode()
+    assert subprocess.run(words, cwd=tmp_path, stdout=theirs, check=False, timeout=LIMIT).returncode == 0
+    seen = ""
+    while "only seen" not in seen:  # a terminal hands on line by line
+        seen += os.read(ours, 4096).decode()
     os.close(ours)
     os.close(theirs)
     assert "a terminal: True True" in seen
@@ -237,7 +239,10 @@ def test_nothing_listens_beyond_loopback_on_one_host(tmp_path):
 
 def listening(pid: int) -> list[str]:
     """The addresses on which this process accepts connections."""
-    sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    sockets = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed while we look
+            sockets.add(os.readlink(fd))
     found = []
     for table in ("tcp", "tcp6"):
         for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -249,7 +254,7 @@ def listening(pid: int) -> list[str]:
 
 def torchrun(script: Path) -> str:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    end = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=60)
+    end = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=LIMIT)
     assert end.returncode == 0, end.stderr
     return end.stdout
 

@@ -32,12 +32,15 @@ def launcher(tmp_path):
         "import os, signal, sys, time\n"
         "if '-m' not in sys.argv: os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
         "rank = sys.argv[sys.argv.index('--node-rank') + 1]\n"
+        "def note(name, text):\n"  # a file that can be seen is whole
+        "    with open('.' + name, 'w') as file: file.write(text)\n"
+        "    os.rename('.' + name, name)\n"
         "def told(number, frame):\n"
-        "    open('told-' + rank, 'w').write(signal.Signals(number).name)\n"
+        "    note('told-' + rank, signal.Signals(number).name)\n"
         "    sys.exit(75 if number == signal.SIGUSR1 else 128 + number)\n"
         "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, told)\n"
         "print('launcher', rank, flush=True)\n"
-        "open('.up-' + rank, 'w').write(' '.join(sys.argv)); os.rename('.up-' + rank, 'up-' + rank)\n"
+        "note('up-' + rank, ' '.join(sys.argv))\n"
         "time.sleep(0 if 'quick' in sys.argv else 60)\n",
     )
 
@@ -51,12 +54,14 @@ def write_program(path: Path, text: str) -> Path:
 def test_a_job_on_two_hosts_finds_its_directory_arguments_and_environment_and_shows_no_secret(tmp_path, hosts):
     write(
         tmp_path / "where.py",
-        "import json, os, sys, torch, torch.distributed as dist, echelon; from pathlib import Path\n"
+        "import contextlib, json, os, sys, torch, torch.distributed as dist, echelon; from pathlib import Path\n"
         "echelon.init()\n"
         "mine = torch.tensor([10.0 ** echelon.rank()]); dist.all_reduce(mine)\n"
         "def secret_seen():\n"
-        "    lines = (path.read_bytes() for path in Path('/proc').glob('[0-9]*/cmdline') if path.exists())\n"
-        "    return any(b'not-for-ps' in line for line in lines)\n"
+        "    for path in Path('/proc').glob('[0-9]*/cmdline'):\n"
+        "        with contextlib.suppress(OSError):\n"  # one that has ended since
+        "            if b'not-for-ps' in path.read_bytes(): return True\n"
+        "    return False\n"
         "found = [mine.item(), sys.argv[1:], os.getcwd(), os.environ['SEEN'], os.environ['NCCL_DEBUG'],\n"
         "         secret_seen(), echelon.node_rank()]\n"
         "json.dump(found, open(f'found-{echelon.rank()}', 'w'))\n"

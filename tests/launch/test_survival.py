@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from command import echelon, here
+from command import LIMIT, echelon, here
 from harness import run, script
 from safetensors.torch import load_file
 
@@ -82,11 +82,9 @@ def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weight
 def test_without_restarts_the_others_stop_and_the_same_command_goes_on(
     undisturbed: dict[str, object], tmp_path: Path
 ) -> None:
-    begin = time.monotonic()
     code, _, err = train(tmp_path, 1, 10)
     assert code == 128 + 9
     assert re.match(r"echelon: rank 1 of 2 \(host .*, pid \d+\) was killed by SIGKILL", err.splitlines()[0])
-    assert time.monotonic() - begin < 60, "the rest must not wait for the dead"
     code, out, err = train(tmp_path, -1, -1)
     assert code == 0, err
     assert re.search("resumed from .*, after step [48]$", out, re.MULTILINE), "the checkpoint before the last at worst"
@@ -128,17 +126,11 @@ def on_a_terminal(command: list[str], directory: Path) -> str:
     )
     os.close(theirs)
     seen = b""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        ready, _, _ = select.select([ours], [], [], 0.2)
-        try:
-            chunk = os.read(ours, 65536) if ready else b""
-        except OSError:  # the last process on the terminal has gone
-            break
-        seen += chunk
-        if not chunk and process.poll() is not None:
-            break
-    assert process.wait(timeout=10) == 0, seen.decode()
+    with contextlib.suppress(OSError):  # the last process on the terminal has gone, and all that it said is read
+        while select.select([ours], [], [], LIMIT)[0]:
+            seen += os.read(ours, 65536)
+    assert process.wait(timeout=LIMIT) == 0, seen.decode()
+    os.close(ours)
     return seen.decode()
 
 

@@ -117,7 +117,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def many(directory: Path) -> list[dict[str, Any]]:
-    return run(everything, str(directory), ranks=2, timeout=110)
+    return run(everything, str(directory), ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -262,8 +262,6 @@ def test_real_steps_hold_what_was_foretold(case: str, setting: str) -> None:
     cuts = (len(anatomy.names) // 2,) if "stage" in options else ()
     draft = Draft(batch=CASES[case].samples * options.get("replicate", 1), cuts=cuts, **options)
     foretold = memory(anatomy, draft, optimizer="adam", place="cpu")
-    peaks = [
-        found["peak"] for found in run(measure, case, draft, "adam", anatomy.names, ranks=draft.ranks, timeout=120)
-    ]
+    peaks = [found["peak"] for found in run(measure, case, draft, "adam", anatomy.names, ranks=draft.ranks)]
     for stage, one in enumerate(foretold):
         assert one.total == pytest.approx(max(peaks[stage :: draft.stage]), rel=0.05)

@@ -70,7 +70,7 @@ def alone(name: str) -> dict[str, Any]:
 
 
 def check(name: str, drafts: dict[str, dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    one, many = run(alone, name, ranks=1)[0], run(train_all, name, drafts, ranks=ranks, timeout=120)
+    one, many = run(alone, name, ranks=1)[0], run(train_all, name, drafts, ranks=ranks)
     for mine in many:
         for key, found in mine.items():
             case = f"{name}, {key}"

@@ -23,7 +23,7 @@ def served(
     with tempfile.TemporaryDirectory() as state:
         told = {"servers": servers, "workers": workers, "endpoints": endpoints, "meeting": meeting, "state": state}
         told["expected"] = workers - late
-        results = run(part, train, told, args, kwargs, ranks=servers + workers, timeout=90)
+        results = run(part, train, told, args, kwargs, ranks=servers + workers)
     assert results[:servers] == [0] * servers, results[:servers]
     return results[servers:]
 
