@@ -131,11 +131,11 @@ HOSTILE = {
 }
 
 
-@pytest.mark.usefixtures("quick")
-def test_no_byte_of_a_stranger_goes_through_while_others_work(guarded):
+def test_no_byte_of_a_stranger_goes_through_while_others_work(guarded, request):
     """Who say a thing and wait, who hang up at once, who send without end, who let a byte drip now and then."""
     store, port = served()
     ours = reached(port)
+    request.getfixturevalue("quick")
     behind, door, _ = guarded()
     for target in (door.port, port):
         callers = [call(target) for _ in HOSTILE]
@@ -176,7 +176,6 @@ def test_a_crowd_of_strangers_is_bounded_and_does_not_keep_ours_out(monkeypatch)
     assert store.check(["works"])
 
 
-@pytest.mark.usefixtures("quick")
 def test_what_was_overheard_opens_nothing(guarded):
     behind, door, _ = guarded()
     heard = []

@@ -34,7 +34,9 @@ job["SLURM_JOB_NODELIST"] = f"127.0.0.[1-{job['SLURM_JOB_NUM_NODES']}]"
 console = open(re.search(r"#SBATCH --output=(.*)", text)[1].replace("%j", "4242"), "a")
 batch = subprocess.Popen(["bash", script], env=os.environ | job, stdin=subprocess.DEVNULL,
                          stdout=console, stderr=console, start_new_session=True)
-open("batch", "w").write(f"{batch.pid} {script}")
+with open(".batch", "w") as file:
+    file.write(f"{batch.pid} {script}")
+os.rename(".batch", "batch")
 print("4242;cluster")
 """
 SCONTROL = """

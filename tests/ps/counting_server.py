@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import context
+from harness import context, free_port
 
 from echelon.ps.frame import Frame
 from echelon.ps.security import OPEN, Security
@@ -72,9 +71,7 @@ class Counting:
 
 
 def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def _serve(endpoint: str, file: Path | None, security: Security, ready: Any) -> None:

@@ -270,11 +270,16 @@ class Counted(nn.Module):
         return self.row(ids).sum((1, 2)).mean() + 0 * self.scale.sum()
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
 def count(directory: str) -> list[float]:
     """Worker 2 comes when the others have made some steps, and leaves before they are done."""
-    expected, signal = echelon.init(seed=0).rank < 2, Path(directory) / "under-way"
-    while not expected and not signal.exists():
-        time.sleep(0.02)
+    expected, place = echelon.init(seed=0).rank < 2, Path(directory)
+    if not expected:
+        wait_for(place / "under-way")
     model = Counted()
     engine = echelon.distribute(
         model,
@@ -282,11 +287,13 @@ def count(directory: str) -> list[float]:
         strategy=echelon.Strategy(ps="sync"),
         log=echelon.Log(console=False),
     )
+    (place / f"came-{engine.worker}").touch()
     for step in range(60 if expected else 5):
+        if step == 30:
+            wait_for(place / "came-2")
         engine.step(torch.full((4, 1), 7))
         if step == 4:
-            signal.touch()
-        time.sleep(0.05 if expected else 0.0)
+            (place / "under-way").touch()
     engine.synchronize()
     with torch.no_grad():
         row = model.row(torch.tensor([7])).flatten().tolist()
