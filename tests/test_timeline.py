@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import run
+from harness import Died, Raised, run, run_raw
 from torch import Tensor, nn
+from trace_rules import check_trace
 
 import echelon
 from echelon.plan.schedule import make_schedule
@@ -243,25 +245,20 @@ def test_bandwidth_counts_from_when_all_are_there(replicas: Path) -> None:
 # ---- the trace ----
 
 
-def test_the_trace_is_one_for_all_ranks_and_every_event_is_whole(replicas: Path) -> None:
-    with gzip.open(replicas / "timeline" / "trace.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    assert {event["ph"] for event in events} == {"X", "M"}
-    for event in events:
-        assert {"ph", "name", "pid", "tid", "ts", "args"} <= event.keys()
-        assert event["ph"] != "X" or (event["dur"] >= 0 <= event["ts"] and event["cat"])
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+def traced(directory: Path) -> Any:
+    with gzip.open(directory / "timeline" / "trace.json.gz") as file:
+        return json.load(file)
+
+
+def test_the_trace_is_one_for_all_ranks_and_keeps_to_the_rules(replicas: Path) -> None:
+    trace = traced(replicas)
+    slices = check_trace(trace)
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert [name.split(",")[0] for name in names.values()] == ["rank 0", "rank 1"]
     assert all("replicate" in name for name in names.values())
-    slices = [event for event in events if event["ph"] == "X"]
-    assert sum(event["name"] == "step 3" for event in slices) == 2
-    threads = defaultdict(list)
-    for event in slices:
-        threads[event["pid"], event["tid"]].append(
-            Span(event["name"], "other", HOST, event["ts"], event["ts"] + event["dur"], 0)
-        )
-    for spans in threads.values():
-        nested(spans)
+    steps = [(event["pid"], event["tid"]) for event in slices if event["name"] == "step 3"]
+    assert len(set(steps)) == 2, "one for each rank, in a thread of its own"
+    assert len(slices) == sum(len(ranked.spans) + 3 for ranked in read(replicas))
 
 
 # ---- a pipeline ----
@@ -332,6 +329,7 @@ def test_activations_travel_from_the_first_stage_to_the_second(pipeline: Path) -
     assert all(both["sender"][1] == both["receiver"][1] for both in ends.values())
     arrows = [event for event in trace_of(ranks)["traceEvents"] if event["ph"] in "sf"]
     assert len(arrows) == 2 * len(ends)
+    check_trace(traced(pipeline))
     starts = {event["id"]: event["ts"] for event in arrows if event["ph"] == "s"}
     error = 1e6 * max(ranked.about["clock_error"] for ranked in ranks)
     assert all(event["ts"] + 2 * error >= starts[event["id"]] for event in arrows if event["ph"] == "f")
@@ -353,6 +351,73 @@ def test_damaged_and_missing_files_are_left_out(pipeline: Path, tmp_path: Path) 
     figures = merge(folder).figures
     assert [row["rank"] for row in figures["ranks"]] == [0]
     assert figures["bubble"] is None, "one rank alone is no pipeline"
+
+
+# ---- what is killed ----
+
+KILLED_IN = 6  # the step in which rank 1 ends; recorded are those from 3 on
+
+
+def until(there: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Ends(nn.Module):
+    """Kills its process with -9: of all ranks, or of rank 1 once rank 0 has written down that it waits for it."""
+
+    def __init__(self, who: str, directory: str) -> None:
+        super().__init__()
+        self._who, self._part, self._calls = who, Path(directory, "timeline", files.part_name(0)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        if self._calls == KILLED_IN and (self._who == "all" or echelon.rank() == 1):
+            if self._who == "one":
+                until(lambda: '"under_way": [["communicate"' in self._part.read_text().splitlines()[-1])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def killed(directory: str, who: str) -> None:
+    echelon.init()
+    train(nn.Sequential(nn.Linear(16, 4), Ends(who, directory)), directory, "3:20", steps=20)
+
+
+def test_what_all_ranks_had_recorded_survives_kill_9(tmp_path: Path) -> None:
+    assert run_raw(killed, str(tmp_path), "all", ranks=2) == [Died(-signal.SIGKILL)] * 2
+    figures = summarize(tmp_path)
+    assert figures["steps"] == [3, KILLED_IN - 1]
+    assert [row["rank"] for row in figures["ranks"]] == [0, 1]
+    cut = figures["cut"]
+    assert (cut["asked"], cut["running"], cut["first"], cut["missing"]) == ([3, 20], False, None, [])
+    assert [(row["step"], row["said"]) for row in cut["ranks"]] == [(KILLED_IN - 1, None)] * 2
+    check_trace(traced(tmp_path))
+    for ranked in read(tmp_path):
+        assert {span.step for span in ranked.spans if span.lane == NETWORK} == set(range(3, KILLED_IN))
+
+
+def test_a_rank_that_waited_for_the_killed_one_shows_for_what(tmp_path: Path) -> None:
+    left, gone = run_raw(killed, str(tmp_path), "one", ranks=2)
+    assert isinstance(left, Raised)
+    assert gone == Died(-signal.SIGKILL)
+    (waited, _) = summarize(tmp_path)["cut"]["ranks"]
+    assert (waited["doing"][0]["step"], waited["doing"][0]["name"]) == (KILLED_IN, "communicate")
+    waits = [span for span in read(tmp_path)[0].spans if span.step == KILLED_IN and span.kind == "wait"]
+    assert [(wait.name, wait.ranks) for wait in waits] == [("sum of gradients", "0,1")]
+    names = {event["name"] for event in check_trace(traced(tmp_path))}
+    assert f"step {KILLED_IN}, cut short" in names
+    last = (tmp_path / "timeline" / files.part_name(1)).read_bytes()
+    lines = last.splitlines(keepends=True)
+    steps = [len(files.read(tmp_path / "timeline")[1].spans)]
+    for cut in (1, len(lines[-1]) // 2, len(lines[-1]) - 1):  # wherever the last line ends
+        (tmp_path / "timeline" / files.part_name(1)).write_bytes(last[:-cut])
+        steps.append(len(files.read(tmp_path / "timeline")[1].spans))
+    assert steps[0] > steps[2] == steps[3] > 0
+    (tmp_path / "timeline" / files.part_name(1)).unlink()
+    assert summarize(tmp_path)["cut"]["missing"] == [1]
 
 
 # ---- what a run says ----

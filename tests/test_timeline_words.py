@@ -13,11 +13,13 @@ from torch import nn
 from echelon.errors import UsageError
 from echelon.timeline import files, summarize
 from echelon.timeline.command import timeline_words
+from echelon.timeline.cut import cut_short
 from echelon.timeline.device import device_spans, events_of
 from echelon.timeline.files import RankFile
 from echelon.timeline.flops import Seen
 from echelon.timeline.intervals import length, union, within, without
 from echelon.timeline.merge import on_one_clock
+from echelon.timeline.part import now_line, read_part, spans_line
 from echelon.timeline.span import DEVICE, HOST, Span
 from echelon.timeline.steps import Steps, parse_steps
 from echelon.timeline.summary import summarize as figures_of
@@ -201,6 +203,90 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
         ("gemm", "forward", 3, 4.5, False),
         ("Memcpy HtoD", "update", 3, 8.3, True),
     ]
+
+
+# ---- what was cut short ----
+
+PHASES = step_of(0.0, 1)
+
+
+def part(rank: int, *lines: str, **about: Any) -> RankFile:
+    """A rank of two that began at second 0 of the run's clock, 100 s behind its own."""
+    told = {"rank": rank, "ranks": 2, "clock_offset": 100.0, "asked": [1, 9], "began": 1000.0, **about}
+    return RankFile(rank, told, *read_part(told, map(json.loads, lines)))
+
+
+def under_way(at: float, *doing: Span, **said: Any) -> str:
+    return now_line(at, doing, **said)
+
+
+def test_a_part_is_read_back_on_the_clock_of_all_and_what_was_under_way_is_marked() -> None:
+    waits = host("sum of gradients", 9.5, 12.0, 2, "wait")
+    found = part(0, spans_line(PHASES), under_way(10.0, host("forward", 9.0, 10.0, 2, "other")), under_way(12.0, waits))
+    assert [span.begin for span in found.spans] == [*(100 + span.begin for span in PHASES), 109.5]
+    assert found.ending is not None
+    assert (found.ending.at, found.ending.said) == (112.0, None)
+    assert [(span.name, span.more) for span in found.ending.doing] == [("sum of gradients", {"cut": True})]
+    gone_on = part(0, under_way(10.0, waits), spans_line(PHASES))
+    assert gone_on.ending is not None
+    assert gone_on.ending.doing == (), "it has gone on since"
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ([{"said": "ValueError: x"}, {"said": "PeerLost: y", "lost": True}], 0),
+        ([{"said": "PeerLost: y", "lost": True}, {}], 1),
+        ([{}, {}], None),
+        ([{"said": ""}, {"said": ""}], None),
+    ],
+)
+def test_who_stopped_first_is_told_where_it_is_sure(ends: list[dict[str, Any]], first: int | None) -> None:
+    ranks = [part(rank, spans_line(PHASES), under_way(9.5, **end)) for rank, end in enumerate(ends)]
+    cut = cut_short(ranks)
+    assert cut is not None
+    assert cut["first"] == first
+    silent = cut_short([part(0, spans_line(PHASES), under_way(20.0)), part(1, spans_line(PHASES))])
+    assert silent is not None
+    assert silent["first"] == 1, "eleven seconds before the other"
+    assert [row["silent_ms"] for row in silent["ranks"]] == [0.0, 11e3]
+
+
+def test_the_words_name_how_far_each_came_and_what_the_launcher_said(tmp_path: Path) -> None:
+    folder = tmp_path / "timeline"
+    folder.mkdir()
+    about = {"ranks": 3, "clock_offset": 0.0, "asked": [1, 9], "began": 1000.0}
+    forward = host("forward", 10.0, 13.0, 2, "other")
+    waiting = [host("update", 10.0, 13.0, 2, "other"), Span("sum", "wait", HOST, 11.0, 13.0, 2, ranks="0-2")]
+    lines = {0: under_way(13.0, *waiting), 1: under_way(13.0, forward, said="ValueError: bad label")}
+    for rank, line in lines.items():
+        text = files.first_line({"rank": rank, **about}) + spans_line(PHASES) + line + '[["forw'
+        (folder / files.part_name(rank)).write_text(text)
+    event = {"time": 1010.0, "kind": "failed", "rank": 1, "text": "rank 1 of 3 raised ValueError: bad label"}
+    (tmp_path / "events.jsonl").write_text(json.dumps({**event, "time": 10.0, "rank": 0}) + "\n" + json.dumps(event))
+    assert timeline_words(str(tmp_path), as_json=False).splitlines()[:5] == [
+        "cut short: steps 1 to 9 asked for; all ranks came through step 1; rank 1 stopped first",
+        "the launcher said: rank 1 of 3 raised ValueError: bad label",
+        "  rank 0: step 1 done; then 3 s in update of step 2, 2 s of it in 'sum' with ranks 0-2; no word after that",
+        "  rank 1: step 1 done; then 3 s in forward of step 2; it ended with ValueError: bad label",
+        "  rank 2: nothing here; on a disk of another host, or it never began",
+    ]
+    assert "step 1, 2 ranks: 9 s a step (median)" in timeline_words(str(tmp_path), as_json=False)
+
+
+def test_the_parts_of_a_crash_are_kept_aside_when_the_next_attempt_records(tmp_path: Path) -> None:
+    folder = tmp_path / "timeline"
+    written(tmp_path)
+    (folder / files.part_name(1)).write_text(files.first_line({"rank": 1, "clock_offset": 0.0}) + spans_line(PHASES))
+    files.forget(folder, beyond=2)
+    for rank in (0, 1):
+        files.make_way(folder, rank)
+    assert not files.of_ranks(folder)
+    written(tmp_path)
+    assert f"'echelon timeline {folder / files.UNFINISHED}' shows it" in timeline_words(str(tmp_path), as_json=False)
+    assert summarize(folder / files.UNFINISHED)["cut"]["ranks"][0]["step"] == 1
+    files.make_way(folder, 1)
+    assert not files.of_ranks(folder / files.UNFINISHED), "a crash before the last one is told no more"
 
 
 # ---- the command ----

@@ -222,17 +222,17 @@ class HostAgent(LocalElasticAgent):
 
     # Words
 
-    def note(self, kind: Kind, text: str) -> None:
-        """Among the run's events. One host speaks for all: they may share the directory."""
+    def note(self, kind: Kind, text: str, failure: Failure | None = None) -> None:
+        """Among the run's events, with whose failure it was. One host speaks for all: they may share the directory."""
         if self._muster.node_rank == 0:
-            note_beside(kind, text)
+            note_beside(kind, text, failure.of_rank if failure is not None else None)
 
     def _announce(self, verdict: Verdict) -> None:
         if verdict.again and verdict.counted:
             restart = f"restart {self._muster.lineup.restarts + 1} of {self._worker_group.spec.max_restarts}"
             cause = f"{verdict.failure.who} {verdict.failure.how}"
             say(f"restarting all ranks ({restart}) because {cause}")
-            self.note("restart", f"restarting all ranks ({restart}) because {cause}")
+            self.note("restart", f"restarting all ranks ({restart}) because {cause}", verdict.failure)
 
     def _describe(self, rank: Worker, exit_code: int) -> Failure:
         record = read_record(self._ranks.record_of(rank.global_rank))

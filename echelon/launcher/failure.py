@@ -59,6 +59,11 @@ class Failure:
         return f"{self.role} {self.rank}" if self.rank >= 0 else f"host {self.host}"
 
     @property
+    def of_rank(self) -> int | None:
+        """The rank of those that train; None for a host or a server."""
+        return self.rank if self.rank >= 0 and self.role != "server" else None
+
+    @property
     def line(self) -> str:
         if self.rank < 0:
             return f"{self.who} {self.how}"

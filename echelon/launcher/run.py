@@ -102,7 +102,11 @@ def _run_ranks(job: Job, records: Path, guard: Guard) -> int:
         muster = open_muster(job, address, lambda: _cards(companions), _say)
         ranks = RankEnvironment(job.log_dir, records)
         agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), Marks(records), companions)
-        return _run_agent(agent, muster)
+        try:
+            return _run_agent(agent, muster)
+        finally:
+            if job.timeline is not None:
+                _tell_timeline()
 
 
 def _run_agent(agent: HostAgent, muster: Muster) -> int:
@@ -114,7 +118,7 @@ def _run_agent(agent: HostAgent, muster: Muster) -> int:
     except JobFailed as end:
         last_word = end.failure.line
         _report(end.failure)
-        agent.note("failed", last_word)
+        agent.note("failed", last_word, end.failure)
         return end.failure.status
     except Left as end:
         last_word, goes_on = f"it was stopped by {end.number.name}", end.goes_on
@@ -162,7 +166,7 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
         gather(job, roles, session, records, guard).run()
     except JobFailed as end:
         _report(end.failure)
-        note_beside("failed", end.failure.line)
+        note_beside("failed", end.failure.line, end.failure.of_rank)
         status = end.failure.status
     except Left as end:
         status = _left(end)
@@ -171,8 +175,8 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
     else:
         status = 0
         note_beside("ended", "all workers are done")
-        if job.timeline is not None:
-            _tell_timeline()
+    if job.timeline is not None:
+        _tell_timeline()
     if status and session.holds_state():
         _say(f"the servers' state is in {session.state}; to go on from it, add --state {session.state}")
     else:
@@ -181,7 +185,7 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
 
 
 def _tell_timeline() -> None:
-    """Workers of servers do not meet; each has written what it recorded, and this is all of it."""
+    """Of what its ranks have not put together: workers of servers do not meet, and a job that failed cannot."""
     from echelon.timeline.command import conclude
 
     for line in conclude(given_directory()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,12 +59,16 @@ def _summary(folder: Path) -> JSON:
 
 
 def _spans(folder: Path) -> dict[int, tuple[Span, ...]]:
-    names = ((re.fullmatch(r"rank-(\d{1,7})\.jsonl", path.name), path) for path in folder.glob("rank-*.jsonl"))
-    found = sorted((int(match[1]), path) for match, path in names if match is not None)
-    return {rank: spans for rank, path in found if (spans := tuple(_joined(_of_rank(path))))}
+    found = files.of_ranks(folder)
+    return {rank: spans for rank, path in found.items() if (spans := tuple(_joined(_of_rank(path))))}
 
 
 def _of_rank(path: Path) -> Iterator[Span]:
+    """A whole file line by line: with a GPU's kernels it is long."""
+    if path.suffix == ".part":
+        ranked = files.read_rank(path)
+        yield from filter(_sane, ranked.spans if ranked is not None else ())
+        return
     with contextlib.suppress(OSError), path.open("rb") as lines:
         for line in lines:
             if (span := span_of(_json(line))) is not None and _sane(span):

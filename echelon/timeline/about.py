@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from echelon.parallel.precision import DTYPES
 from echelon.timeline.oneclock import OneClock
 from echelon.timeline.recorder import now
-from echelon.timeline.span import Span
+from echelon.timeline.steps import Steps
 
 if TYPE_CHECKING:
     from echelon.engine import Engine
@@ -23,9 +24,9 @@ def processes(engine: Engine) -> int:
     return served.workers if served is not None and served.dense else engine.world.size
 
 
-def about(engine: Engine, clock: OneClock, spans: list[Span]) -> dict[str, Any]:
+def about(engine: Engine, clock: OneClock, asked: Steps) -> dict[str, Any]:
+    """asked: the steps that are to be recorded"""
     world, plan = engine.world, engine.plan
-    steps = sorted({span.step for span in spans}) or [0]
     staged = plan.pipeline is not None and plan.stages is not None
     measured = world.control is not None or processes(engine) == 1
     return {
@@ -34,10 +35,12 @@ def about(engine: Engine, clock: OneClock, spans: list[Span]) -> dict[str, Any]:
         "clock_offset": clock.before.seconds,
         "clock_error": clock.error if measured else None,
         "clock_drift": clock.drift,
+        "pid": os.getpid(),
         "wall": time.time() - now(),  # where nothing was measured, the time of day is what hosts have in common
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         "device_index": world.device.index,
-        "steps": [steps[0], steps[-1]],
+        "asked": list(asked),
+        "began": time.time(),
         "ranks": processes(engine),
         "mesh": dict(plan.mesh),
         "at": dict(engine.place),

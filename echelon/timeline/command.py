@@ -10,6 +10,7 @@ from echelon.errors import EchelonError
 from echelon.timeline import files
 from echelon.timeline.merge import merge
 from echelon.timeline.show import text
+from echelon.timeline.show_cut import headline
 from echelon.timeline.summary import Summary
 
 
@@ -28,11 +29,15 @@ def timeline_words(directory: str, as_json: bool) -> str:
 
 
 def conclude(directory: Path | None) -> list[str]:
-    """What ranks that do not meet have recorded, put together; nothing where rank 0 has done so already."""
+    """What ranks that do not meet have recorded, or a job has left that failed, put together; nothing where rank 0 has
+    done so already."""
     with contextlib.suppress(EchelonError):
         if directory is None:
             return []
         folder = files.find(directory)
         if not (folder / files.TRACE).exists():
-            return merge(folder).lines()
+            summary = merge(folder)
+            if (cut := summary.figures["cut"]) is None:
+                return summary.lines()
+            return [f"timeline: {headline(cut)}", f"timeline: 'echelon timeline {directory}' shows how far each came"]
     return []

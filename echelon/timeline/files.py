@@ -1,29 +1,37 @@
 """A recording's files: ``timeline/rank-N.jsonl``, one line about the rank and then one a span.
 
-Whatever cannot be read is left out: a run may have been killed while it wrote.
+While a rank records it has ``rank-N.jsonl.part`` in its place (see ``part``), and so has one that did not come to the
+end. Whatever cannot be read is left out: a run may have been killed while it wrote.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import UsageError
+from echelon.timeline.part import Ending, read_part
 from echelon.timeline.span import Span, span_of
 
 FOLDER, TRACE, SUMMARY = "timeline", "trace.json.gz", "summary.json"
+#: Where the parts go that an earlier attempt left: it is looked into when it is known why a run crashes.
+UNFINISHED = "unfinished"
+_OURS = re.compile(r"rank-(\d{1,7})\.jsonl(\.part)?")
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank recorded. ``about`` is the first line: rank, host, clock_offset, clock_error, device, steps ..."""
+    """What one rank recorded. ``about`` is the first line: rank, host, clock_offset, clock_error, device, steps ...
+    ``ending`` is there where the recording was cut short."""
 
     rank: int
     about: dict[str, Any]
     spans: Sequence[Span] = field(default_factory=list)
+    ending: Ending | None = None
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -38,9 +46,13 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
+def first_line(about: dict[str, Any]) -> str:
+    return json.dumps(about) + "\n"
+
+
 def lines_of(about: dict[str, Any], spans: Iterable[Span]) -> str:
-    told = [about, *(span.to_json() for span in sorted(spans, key=lambda span: (span.begin, -span.end)))]
-    return "".join(json.dumps(line) + "\n" for line in told)
+    ordered = sorted(spans, key=lambda span: (span.begin, -span.end))
+    return first_line(about) + "".join(json.dumps(span.to_json()) + "\n" for span in ordered)
 
 
 def write(folder: Path, name: str, content: bytes) -> None:
@@ -60,14 +72,40 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank}.jsonl"
 
 
+def part_name(rank: int) -> str:
+    return f"{rank_file_name(rank)}.part"
+
+
+def make_way(folder: Path, rank: int) -> None:
+    """For this rank's next recording. What an earlier one left would pass for a part of it; a part is kept aside."""
+    (folder / rank_file_name(rank)).unlink(missing_ok=True)
+    part, aside = folder / part_name(rank), folder / UNFINISHED / part_name(rank)
+    if part.exists():
+        aside.parent.mkdir(exist_ok=True)
+        part.replace(aside)
+    else:
+        aside.unlink(missing_ok=True)
+
+
 def forget(folder: Path, beyond: int) -> None:
-    """What an earlier recording left would pass for a part of this one."""
-    for old in folder.glob("rank-*.jsonl"):
-        number = old.stem.removeprefix("rank-")
-        if number.isdigit() and int(number) >= beyond:
-            old.unlink(missing_ok=True)
-    for name in (TRACE, SUMMARY):
-        (folder / name).unlink(missing_ok=True)
+    """What was made of an earlier recording, and what more ranks than there are now have left."""
+    for place in (folder, folder / UNFINISHED):
+        for rank, path in _rank_files(place):
+            if rank >= beyond:
+                path.unlink(missing_ok=True)
+        for name in (TRACE, SUMMARY):
+            (place / name).unlink(missing_ok=True)
+
+
+def of_ranks(folder: Path) -> dict[int, Path]:
+    """By rank, its file: the whole one where there is one."""
+    parts_first = sorted(_rank_files(folder), key=lambda found: (found[0], found[1].suffix != ".part"))
+    return dict(parts_first)
+
+
+def _rank_files(folder: Path) -> list[tuple[int, Path]]:
+    matched = ((_OURS.fullmatch(path.name), path) for path in folder.glob("rank-*"))
+    return [(int(match[1]), path) for match, path in matched if match is not None]
 
 
 def find(directory: str | Path) -> Path:
@@ -76,7 +114,7 @@ def find(directory: str | Path) -> Path:
     if not path.is_dir():
         raise UsageError(f"there is no directory '{directory}'; give the run's log directory")
     for folder in (path / FOLDER, *sorted((path / FOLDER).glob("step-*"), reverse=True), path):
-        if folder.is_dir() and any(_reads(file) for file in folder.glob("rank-*.jsonl")):
+        if folder.is_dir() and any(_reads(file) for file in of_ranks(folder).values()):
             return folder
     raise UsageError(f"there is no timeline in '{directory}'; record one by 'echelon run --timeline ...'")
 
@@ -96,24 +134,26 @@ def _is_ours(about: Any) -> bool:
 
 def read(folder: Path) -> list[RankFile]:
     """By rank."""
-    found = [ranked for file in folder.glob("rank-*.jsonl") if (ranked := _rank_file(file)) is not None]
-    return sorted(found, key=lambda ranked: ranked.rank)
+    return [ranked for file in of_ranks(folder).values() if (ranked := read_rank(file)) is not None]
 
 
-def _rank_file(file: Path) -> RankFile | None:
+def read_rank(file: Path) -> RankFile | None:
+    """What one rank left; None where the file is none of ours."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        first, *lines = file.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     except OSError:
         return None
-    about: Any = _json(lines[0]) if lines else None
+    about: Any = _json(first)
     if not _is_ours(about):
         return None
-    spans = [span for line in lines[1:] if (span := span_of(_json(line))) is not None]
-    return RankFile(about["rank"], about, spans)
+    told = map(_json, lines)
+    if file.suffix == ".part":
+        return RankFile(about["rank"], about, *read_part(about, told))
+    return RankFile(about["rank"], about, [span for line in told if (span := span_of(line)) is not None])
 
 
 def _json(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

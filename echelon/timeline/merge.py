@@ -9,21 +9,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.timeline import files
+from echelon.timeline.cut import cut_short, left_aside
 from echelon.timeline.files import RankFile
+from echelon.timeline.part import last_whole_step
 from echelon.timeline.summary import Summary, flops_told, summarize
 from echelon.timeline.trace import trace_of
 
 
 def merge(folder: Path, *, keep: bool = True) -> Summary:
-    """Read the ranks' files; ``keep``: write the trace and the summary beside them."""
+    """Read the ranks' files; ``keep``: write the trace and the summary beside them, unless ranks are still at it."""
     ranks = on_one_clock(files.read(folder))
-    figures = summarize(ranks, flops_told(folder.parent))
-    if keep:
+    cut = cut_short(ranks, folder)
+    figures = {**summarize([whole_steps(ranked) for ranked in ranks], flops_told(folder.parent)), "cut": cut}
+    if keep and not (cut and cut["running"]):
         trace = json.dumps(trace_of(ranks)).encode()
         files.write(folder, files.TRACE, gzip.compress(trace, compresslevel=3, mtime=0))
         files.write(folder, files.SUMMARY, json.dumps(figures, indent=1).encode())
     there = folder / files.TRACE
-    return Summary(figures, there if there.exists() else None)
+    return Summary(figures, there if there.exists() else None, left_aside(folder))
+
+
+def whole_steps(ranked: RankFile) -> RankFile:
+    """Without the step that was cut: as one of many it would pass for a quick one."""
+    if ranked.ending is None:
+        return ranked
+    last = last_whole_step(ranked.spans)
+    return replace(ranked, spans=[span for span in ranked.spans if last is not None and span.step <= last])
 
 
 def on_one_clock(ranks: Sequence[RankFile]) -> list[RankFile]:

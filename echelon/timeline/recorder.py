@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from echelon.timeline.span import HOST, NETWORK, Span
-from echelon.watch.activity import activity, waiting
+from echelon.watch.activity import AFTER, activity, waiting
 
 if TYPE_CHECKING:
     from echelon.plan.schedule import Action
@@ -32,25 +32,23 @@ def now() -> float:
 
 
 class Recorder:
-    """step: the one that is under way."""
+    """step: the one that is under way; phase: the part of it, and since when."""
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.spans: list[Span] = []
-        self._lapped = now()
+        self.phase = AFTER["update"], now()
         self.thread = threading.get_ident()
 
     def lap(self, phase: str, at: float) -> None:
         """A phase of the step is over; the update is its last."""
-        self.spans.append(Span(phase, phase, HOST, self._lapped, at, self.step, more={"phase": True}))
-        self._lapped = at
+        self.spans.append(Span(phase, phase, HOST, self.phase[1], at, self.step, more={"phase": True}))
+        self.phase = AFTER[phase], at
         self.step += phase == "update"
 
     def waited(self, wait: waiting, at: float) -> None:
         """The training thread has waited for other ranks."""
-        kind = "bubble" if wait.call in OF_STAGES else "other" if wait.call.endswith(OF_ITS_OWN) else "wait"
-        more = {"what": str(wait.what)} if wait.what != "" else {}
-        self.spans.append(Span(wait.call, kind, HOST, wait.since, at, self.step, ranks=str(wait.ranks), more=more))
+        self.spans.append(wait_span(wait, at, self.step))
 
     def called(self, call: str, since: float, at: float) -> None:
         """A call of the engine besides the step is over: a save, an evaluation."""
@@ -78,6 +76,13 @@ class Recorder:
         request = _Request(self, kind, since, size, len(answers))
         for answer in answers:
             answer.add_done_callback(request.answered)
+
+
+def wait_span(wait: waiting, at: float, step: int) -> Span:
+    """A wait of the training thread, until now."""
+    kind = "bubble" if wait.call in OF_STAGES else "other" if wait.call.endswith(OF_ITS_OWN) else "wait"
+    more = {"what": str(wait.what)} if wait.what != "" else {}
+    return Span(wait.call, kind, HOST, wait.since, at, step, ranks=str(wait.ranks), more=more)
 
 
 class _Request:

@@ -2,12 +2,14 @@
 
 Before and after, ranks meet to compare their clocks. What they have noted is sent to rank 0 over the job's own
 connections, since hosts need not share a disk; rank 0 writes the files. Workers that speak to parameter servers alone
-have nobody to meet: each writes its own file, and whoever reads them puts them together.
+have nobody to meet: each writes its own file, and whoever reads them puts them together. Until then every rank has what
+it noted in a part of its own (see ``live``): that is what a run leaves which does not come to the end.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from echelon.environment import TIMELINE
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import EchelonError, PeerLost, UsageError
 from echelon.parallel.precision import DTYPES
 from echelon.timeline import files
 from echelon.timeline.about import about, processes
 from echelon.timeline.device import DeviceTrace, device_spans
 from echelon.timeline.flops import Seen, countable
+from echelon.timeline.live import Live
 from echelon.timeline.merge import merge
 from echelon.timeline.oneclock import Offset, OneClock, measure
 from echelon.timeline.recorder import Recorder
@@ -54,6 +57,7 @@ class _UnderWay(NamedTuple):
     device: DeviceTrace | None
     seen: Seen | None
     before: Offset
+    live: Live
 
 
 class Recording:
@@ -100,6 +104,7 @@ class Recording:
         if self._under_way is not None and self._under_way.recorder.step != engine.steps + 1:
             self._drop()  # the run has gone on from a checkpoint meanwhile
         if self._under_way is not None:
+            self._under_way.live.step()
             if engine.steps >= self._steps.last or engine.steps == total:
                 self._finish(engine)
         elif engine.steps >= self._steps.last:
@@ -118,11 +123,15 @@ class Recording:
             if engine.steps and self._steps is not None:
                 engine.say(f"{self._asked_by}: the run ended after step {engine.steps}, before {self._steps} began")
             return
-        spans, clock = self._stop(engine, whole=False)
-        if not spans:
-            return
-        self._write(engine, about(engine, clock, spans), spans)
-        engine.say(f"timeline: the run ended in {self._steps}; 'echelon timeline {self._folder.parent}' shows it")
+        error = getattr(sys, "last_value", None)
+        live, recorder = self._under_way.live, self._under_way.recorder
+        # a GPU that waits for a rank that is gone would be waited for without end
+        kernels = self._stop_device() if error is None else []
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if error is not None else ""
+        live.end(said, isinstance(error, PeerLost), kernels)
+        self._let_go()
+        if recorder.spans:
+            engine.say(f"timeline: the run ended in {self._steps}; 'echelon timeline {self._folder.parent}' shows it")
 
     # ---- begin and end ----
 
@@ -135,8 +144,7 @@ class Recording:
             except RuntimeError as error:  # somebody else's profiler is running
                 device = None
                 engine.say(f"timeline: no spans of the GPU ({str(error).splitlines()[0]})")
-        if engine.worker == 0:
-            files.forget(self._folder, beyond=processes(engine))
+        self._make_way(engine)
         control = engine.world.control
         with waiting("timeline: clocks", "", control):
             before = measure(control)
@@ -147,69 +155,101 @@ class Recording:
         taps = Taps(recorder)
         if control is not None:
             taps.open()
-        self._under_way = _UnderWay(recorder, taps, device, seen, before)
+        live = self._live(engine, before, recorder, taps)
+        self._under_way = _UnderWay(recorder, taps, device, seen, before, live)
         activity.recorder = recorder
 
-    def _drop(self) -> None:
+    def _make_way(self, engine: Engine) -> None:
+        try:
+            if engine.worker == 0:
+                files.forget(self._folder, beyond=processes(engine))
+            files.make_way(self._folder, engine.worker)
+        except OSError as error:
+            engine.say(f"timeline: '{self._folder}' cannot be cleared of what is there: {error.strerror}")
+
+    def _live(self, engine: Engine, before: Offset, recorder: Recorder, taps: Taps) -> Live:
+        assert self._steps is not None
+        told = about(engine, OneClock(before, before), self._steps)
+        return Live(self._folder, engine.worker, told, recorder, taps)
+
+    def _let_go(self) -> None:
+        """Nothing more is noted."""
         assert self._under_way is not None
         activity.recorder = None
         self._under_way.taps.close()
-        if self._under_way.device is not None:
-            self._under_way.device.stop()
         if self._under_way.seen is not None:
             self._under_way.seen.close()
         self._under_way = None
 
-    def _stop(self, engine: Engine, *, whole: bool) -> tuple[list[Span], OneClock]:
-        """What this rank has recorded, on rank 0's clock; ``whole``: all ranks have come to the end together."""
+    def _drop(self) -> None:
         assert self._under_way is not None
-        recorder, taps, device, seen, before = self._under_way
-        activity.recorder, self._under_way = None, None
+        if self._under_way.device is not None:
+            self._under_way.device.stop()
+        self._under_way.live.remove()
+        self._let_go()
+
+    def _stop_device(self) -> list[Span]:
+        """What the GPU did, on this process's clock."""
+        assert self._under_way is not None
+        recorder, taps, device = self._under_way[:3]
+        return device_spans(device.stop(), recorder.spans, taps.messages) if device is not None else []
+
+    def _stop(self, engine: Engine) -> tuple[list[Span], OneClock]:
+        """What this rank has recorded, on rank 0's clock. All ranks have come to the end together."""
+        assert self._under_way is not None
+        recorder, taps, _, seen, before, _ = self._under_way
+        activity.recorder = None
         taps.close()
-        events = device.stop() if device is not None else []
+        spans = [*recorder.spans, *spans_of(taps.messages), *self._stop_device()]
         after = before
-        if whole and engine.world.control is not None:
+        if engine.world.control is not None:
             with waiting("timeline: clocks", "", engine.world.control):
                 after = measure(engine.world.control)
-        self._flops = _flops(engine, seen) if whole else None
+        self._flops = _flops(engine, seen)
         clock = OneClock(before, after)
-        spans = [*recorder.spans, *spans_of(taps.messages)]
-        spans += device_spans(events, spans, taps.messages)
         return [span.moved(clock) for span in spans if span.step < recorder.step], clock
 
     def _finish(self, engine: Engine) -> None:
+        assert self._under_way is not None
+        assert self._steps is not None
         self.over = True
-        spans, clock = self._stop(engine, whole=True)
-        told = about(engine, clock, spans) | {"flops": self._flops}
+        spans, clock = self._stop(engine)
+        live = self._under_way.live
+        self._let_go()
+        if live.failed:
+            engine.say(f"timeline: {live.failed}")
+        told = about(engine, clock, self._steps)
+        told |= {"steps": [min(s.step for s in spans), max(s.step for s in spans)], "flops": self._flops}
         try:
-            self._gather(engine, told, spans)
+            self._gather(engine, told, spans, live)
         except EchelonError as error:  # a full disk, say: no reason to end the training
             engine.say(f"timeline: {error}")
 
-    def _gather(self, engine: Engine, told: dict[str, Any], spans: list[Span]) -> None:
-        control = engine.world.control
-        if control is None:
-            self._write(engine, told, spans)
-        elif dist.get_rank(control) > 0:
-            _send(files.lines_of(told, spans).encode(), control)
+    def _gather(self, engine: Engine, told: dict[str, Any], spans: list[Span], live: Live) -> None:
+        """The whole files take the place of the parts."""
+        control, content = engine.world.control, files.lines_of(told, spans).encode()
+        if control is not None and dist.get_rank(control) > 0:
+            _send(content, control)
+            _hear_that_it_is_kept(control, live)
             return
-        else:
-            received = _receive(control)
-            self._write(engine, told, spans)
-            for rank, content in received.items():
-                files.write(self._folder, files.rank_file_name(rank), content)
+        received = {engine.worker: content} | (_receive(control) if control is not None else {})
+        kept = False
+        try:
+            for rank, each in received.items():
+                files.write(self._folder, files.rank_file_name(rank), each)
+            kept = True
+        finally:
+            if control is not None:
+                _say_that_it_is_kept(control, kept)
+        live.remove()
         if engine.worker == 0:
             self._tell(engine)
-
-    def _write(self, engine: Engine, told: dict[str, Any], spans: list[Span]) -> None:
-        content = files.lines_of(told, spans).encode()
-        files.write(self._folder, files.rank_file_name(engine.worker), content)
 
     def _tell(self, engine: Engine) -> None:
         if processes(engine) > 1 and engine.world.control is None:
             engine.say(f"timeline: 'echelon timeline {self._folder.parent}' shows all workers when they are done")
             return
-        if sum(file.stat().st_size for file in self._folder.glob("rank-*.jsonl")) > LARGE:
+        if sum(file.stat().st_size for file in files.of_ranks(self._folder).values()) > LARGE:
             engine.say(f"timeline: recorded; 'echelon timeline {self._folder.parent}' puts all ranks together")
             return
         for line in merge(self._folder).lines():
@@ -246,3 +286,16 @@ def _receive(control: dist.ProcessGroup) -> dict[int, bytes]:
             dist.recv(content, rank, group=control)
         found[rank] = content.numpy().tobytes()
     return found
+
+
+def _say_that_it_is_kept(control: dist.ProcessGroup, kept: bool) -> None:
+    """Until rank 0 has it, a rank's part is all there is."""
+    with waiting("timeline: gather", "", control):
+        dist.broadcast(torch.tensor([int(kept)]), dist.get_global_rank(control, 0), group=control)
+
+
+def _hear_that_it_is_kept(control: dist.ProcessGroup, live: Live) -> None:
+    kept = torch.zeros(1, dtype=torch.int64)
+    with waiting("timeline: gather", "", control):
+        dist.broadcast(kept, dist.get_global_rank(control, 0), group=control)
+    live.remove() if bool(kept) else live.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from echelon.amounts import duration, percent, size
+from echelon.timeline import show_cut
 
 if TYPE_CHECKING:
     from echelon.timeline.summary import Summary
@@ -24,11 +25,12 @@ COLUMNS = {
 
 def short_lines(summary: Summary) -> list[str]:
     """Where the step went, the slowest rank, and where to look."""
-    figures = summary.figures
+    figures, cut = summary.figures, summary.figures.get("cut")
+    told = [f"timeline: {show_cut.headline(cut)}"] if cut else []
     if not figures["ranks"]:
-        return ["timeline: nothing was recorded"]
+        return told or ["timeline: nothing was recorded"]
     parts = ", ".join(f"{name} {percent(share)}" for name, share in _shares(figures) if share >= 0.001)
-    lines = [f"timeline of {_steps(figures)}: {_ms(figures['step_ms'])} a step; {parts}"]
+    lines = [*told, f"timeline of {_steps(figures)}: {_ms(figures['step_ms'])} a step; {parts}"]
     if (slow := _slowest(figures)) is not None:
         lines.append(f"timeline: {slow}")
     if summary.trace is not None:
@@ -38,18 +40,22 @@ def short_lines(summary: Summary) -> list[str]:
 
 def text(summary: Summary) -> str:
     """All of it."""
-    figures = summary.figures
-    if not figures["ranks"]:
-        return "nothing was recorded"
-    blocks = [
+    figures, cut = summary.figures, summary.figures.get("cut")
+    blocks = [show_cut.lines(cut)] if cut else []
+    blocks += _figures(figures) if figures["ranks"] else [["no step was recorded whole"]]
+    where = [f"trace: {summary.trace} (ui.perfetto.dev, chrome://tracing)"] if summary.trace is not None else []
+    if summary.aside is not None:
+        where.append(f"an earlier attempt was cut short: 'echelon timeline {summary.aside}' shows it")
+    return "\n\n".join("\n".join(block) for block in (*blocks, where) if block)
+
+
+def _figures(figures: dict[str, Any]) -> list[list[str]]:
+    return [
         [f"{_steps(figures)}, {_ranks(figures)}: {_ms(figures['step_ms'])} a step (median)"],
         _table([["rank", *COLUMNS.values()], *(_rank_row(row) for row in figures["ranks"]), _share_row(figures)]),
         list(_findings(figures)),
         _communication(figures["communication"]),
     ]
-    if summary.trace is not None:
-        blocks.append([f"trace: {summary.trace} (ui.perfetto.dev, chrome://tracing)"])
-    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _findings(figures: dict[str, Any]) -> list[str]:

@@ -31,10 +31,13 @@ class Summary:
     mfu:                   arithmetic of the model over what the devices promise; null where one is not known
     communication:         of a step on a rank that takes part: bytes, milliseconds, GB/s
     clock_error_ms:        the most by which a rank's clock may be wrong
+    cut:                   null, or how a recording ended that did not come to its last step: see ``cut``
+    aside:                 where the parts lie that an earlier attempt left
     """
 
     figures: dict[str, Any]
     trace: Path | None = None
+    aside: Path | None = None
 
     def lines(self) -> list[str]:
         from echelon.timeline.show import short_lines

@@ -14,30 +14,47 @@ from echelon.timeline.span import DEVICE, HOST, NETWORK, Span
 from echelon.timeline.traffic import messages_of
 
 Event = dict[str, Any]
-_STEPS, _HOST, _DEVICE, _NETWORK = 0, 1, 100, 200  # numbers of threads; those of one lane count up from there
+#: Numbers of threads; those of one lane count up from there. Perfetto takes process 0 and thread 0 for the system's,
+#: whatever process they are said to be of: nothing has that number here.
+_STEPS, _HOST, _DEVICE, _NETWORK = 1, 2, 100, 200
 _HIDDEN = ("key", "at", "waited", "told", "phase")
 
 
 def trace_of(ranks: Sequence[RankFile]) -> dict[str, Any]:
     """In Chrome's format. Time zero is the first span's begin."""
     zero = min((span.begin for ranked in ranks for span in ranked.spans), default=0.0)
-    rates = {id(span): rate for m in messages_of(ranks) for _, span in m.ends if (rate := m.rate(span)) is not None}
-    events = [event for ranked in ranks for event in _process(ranked, zero, rates)]
-    return {"traceEvents": [*events, *_arrows(ranks, zero)], "displayTimeUnit": "ms"}
+    messages = messages_of(ranks)
+    rates = {id(span): rate for m in messages for _, span in m.ends if (rate := m.rate(span)) is not None}
+    since = {id(span): min(m.since, span.end) for m in messages for _, span in m.ends if _receives(span)}
+    events = [event for ranked in ranks for event in _process(ranked, zero, rates, since)]
+    return {"traceEvents": [*events, *_arrows(ranks, zero, since)], "displayTimeUnit": "ms"}
 
 
-def _process(ranked: RankFile, zero: float, rates: Mapping[int, float]) -> Iterator[Event]:
-    yield _named("process_name", ranked.rank, 0, name=_title(ranked))
-    yield _named("process_sort_index", ranked.rank, 0, sort_index=ranked.rank)
+def _receives(span: Span) -> bool:
+    return span.more.get("at") == "receiver"
+
+
+def _process(ranked: RankFile, zero: float, rates: Mapping[int, float], since: Mapping[int, float]) -> Iterator[Event]:
+    """since: of messages that are received, when the sender had come as well"""
+    process = _process_of(ranked.rank)
+    yield _named("process_name", process, _STEPS, name=_title(ranked))
+    yield _named("process_sort_index", process, _STEPS, sort_index=ranked.rank)
     threads = {_STEPS: "steps", _HOST: "host"}
     for span in _steps(ranked):
-        yield _slice(span, ranked.rank, _STEPS, zero)
+        yield _slice(span, process, _STEPS, zero)
     for span, thread in _placed(ranked):
         threads.setdefault(thread, _thread_name(span, thread))
-        yield _slice(span, ranked.rank, thread, zero, rates.get(id(span)))
+        yield _slice(span, process, thread, zero, rates.get(id(span)))
+        if since.get(id(span), span.begin) > span.begin:
+            arrival = Span("arrival", span.kind, span.lane, since[id(span)], span.end, span.step)
+            yield _slice(arrival, process, thread, zero)
     for thread, name in threads.items():
-        yield _named("thread_name", ranked.rank, thread, name=name)
-        yield _named("thread_sort_index", ranked.rank, thread, sort_index=thread)
+        yield _named("thread_name", process, thread, name=name)
+        yield _named("thread_sort_index", process, thread, sort_index=thread)
+
+
+def _process_of(rank: int) -> int:
+    return 1 + rank
 
 
 def _title(ranked: RankFile) -> str:
@@ -61,7 +78,8 @@ def _steps(ranked: RankFile) -> list[Span]:
     for number in sorted({span.step for span in phases}):
         own = [span for span in phases if span.step == number]
         times = min(span.begin for span in own), max(span.end for span in own)
-        found.append(Span(f"step {number}", "other", HOST, *times, number))
+        whole = any(span.name == "update" for span in own)
+        found.append(Span(f"step {number}" + ("" if whole else ", cut short"), "other", HOST, *times, number))
     return found
 
 
@@ -95,25 +113,35 @@ def _slice(span: Span, pid: int, tid: int, zero: float, rate: float | None = Non
         args["GB/s"] = float(f"{rate / 1e9:.3g}")
     return {
         "ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid,
-        "ts": 1e6 * (span.begin - zero), "dur": 1e6 * span.seconds, "args": args,
+        "ts": _microseconds(span.begin, zero), "dur": _lasted(span, zero), "args": args,
     }  # fmt: skip
+
+
+def _microseconds(at: float, zero: float) -> float:
+    """In whole nanoseconds, which viewers count in: what ends where another begins must do so after rounding, too."""
+    return round(1e9 * (at - zero)) / 1e3
+
+
+def _lasted(span: Span, zero: float) -> float:
+    return (round(1e9 * (span.end - zero)) - round(1e9 * (span.begin - zero))) / 1e3
 
 
 def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _arrows(ranks: Sequence[RankFile], zero: float) -> Iterator[Event]:
-    """From where a message was sent to where it arrived."""
+def _arrows(ranks: Sequence[RankFile], zero: float, since: Mapping[int, float]) -> Iterator[Event]:
+    """From where a message was sent to where it arrives. A receiver may have waited long before anything was sent, and
+    Perfetto draws arrows from what begins first to what begins later: hence to its arrival, inside the receive."""
     ends: dict[tuple[str, str], dict[str, tuple[int, int, Span]]] = {}
     for ranked in ranks:
         for span, thread in _placed(ranked):
             if span.more.get("at") in ("sender", "receiver"):
                 key = span.ranks or "", str(span.more["key"])
-                ends.setdefault(key, {})[span.more["at"]] = ranked.rank, thread, span
+                ends.setdefault(key, {})[span.more["at"]] = _process_of(ranked.rank), thread, span
     for number, both in enumerate(found for found in ends.values() if len(found) == 2):
         for at, phase in (("sender", "s"), ("receiver", "f")):
             pid, tid, span = both[at]
-            when = span.begin if at == "sender" else span.end
+            when = span.begin if at == "sender" else since[id(span)]
             event = {"ph": phase, "name": "message", "cat": "message", "id": number, "pid": pid, "tid": tid}
-            yield event | {"ts": 1e6 * (when - zero), "args": {}} | ({"bp": "e"} if phase == "f" else {})
+            yield event | {"ts": _microseconds(when, zero), "args": {}} | ({"bp": "e"} if phase == "f" else {})

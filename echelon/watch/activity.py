@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from echelon.timeline.recorder import Recorder
 
 #: What follows when a phase of a step is over; see ``clock.PHASES``.
-_AFTER = {
+AFTER = {
     "data": "forward",
     "forward": "backward",
     "backward": "communicate",
@@ -65,13 +65,13 @@ class Activity:
         now = monotonic()
         self.busy[phase] += now - self._lapped - (self.waited - self._waited_then)
         self._lapped, self._waited_then = now, self.waited
-        self.phase, self.phase_since = _AFTER[phase], now
+        self.phase, self.phase_since = AFTER[phase], now
         if self.recorder is not None:
             self.recorder.lap(phase, now)
 
     def passed(self, phase: str) -> None:
         """The same on a GPU, where the host's time tells nothing of the work."""
-        self.phase, self.phase_since = _AFTER[phase], monotonic()
+        self.phase, self.phase_since = AFTER[phase], monotonic()
         if self.recorder is not None:
             self.recorder.lap(phase, self.phase_since)
 

@@ -35,6 +35,43 @@ def test_a_bare_timeline_records_the_steps_after_the_warm_up_of_all_ranks(tmp_pa
     assert "sum of gradients" in here("timeline", cwd=tmp_path).out
 
 
+CRASH = """
+import os, torch, echelon
+echelon.init()
+model = torch.nn.Linear(4, 4)
+engine = echelon.distribute(
+    model, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+)
+for batch in engine.loader((torch.ones(64, 4), torch.ones(64, 4)), global_batch=4):
+    if engine.steps == 5 and echelon.rank() == 1:
+        {end}
+    engine.step(*batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, None),
+        ("raise ValueError('bad label')", 1, "ValueError: bad label"),
+    ],
+)
+def test_a_run_that_ends_in_the_middle_leaves_what_it_had_recorded(
+    end: str, code: int, said: str | None, tmp_path: Path
+) -> None:
+    write(tmp_path / "train.py", CRASH.format(end=end))
+    ended = echelon("run", "--procs", 2, "--timeline", "2:12", "train.py", cwd=tmp_path)
+    assert ended.code == code, ended.err
+    shown = "cut short: steps 2 to 12 asked for; all ranks came through step 5; rank 1 stopped first"
+    assert f"echelon: timeline: {shown}" in ended.err
+    assert shown in here("timeline", "log", cwd=tmp_path).out
+    figures = json.loads(here("timeline", "log", "--json", cwd=tmp_path).out)
+    assert figures["steps"] == [2, 5]
+    assert figures["cut"]["because"].startswith("rank 1 of 2 (")
+    assert figures["cut"]["ranks"][1]["said"] == said
+    assert (tmp_path / "log" / "timeline" / "trace.json.gz").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
