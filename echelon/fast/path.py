@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from echelon.fast.chosen import Chosen
 from echelon.fast.compiled import Compiling, Say, forget
 from echelon.objective import Objective
-from echelon.parallel.gradients import scaled
+from echelon.parallel.gradients import backward_of
 from echelon.plan import Plan
 
 Backward = Callable[[Tensor | float], None]
@@ -43,7 +43,7 @@ def plain_pass(batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
     loss = forward(batch)
 
     def backward(weight: Tensor | float) -> None:
-        scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
+        backward_of(loss, weight)
 
     return loss, backward
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -100,7 +101,8 @@ class Reducer:
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
-        self._send(everything=True)
+        with torch.no_grad():  # inside backward it is so
+            self._send(everything=True)
         self._armed = False
         for bucket in self._buckets:
             bucket.turn()
@@ -138,12 +140,13 @@ class _Bucket:
         first = self.parameters[0]
         self._group = group
         exact = plan.wire is None and not bucket.compressed and first.dtype in (torch.float32, torch.float64)
-        seats = seats if exact and first.device.type == "cpu" else 0
+        here = exact and first.device.type == "cpu"
+        seats = seats if here else 0
         self._row = torch.zeros(self._size + len(self.parameters) + seats, dtype=first.dtype, device=first.device)
         behind = self._row[self._size :]
-        self._flags, self._seats = behind[: len(self.parameters)], behind[len(self.parameters) :]
-        self._passengers: Sequence[float] = (0.0,) * seats
-        self._seat = self._seats.numpy() if seats else None  # the same memory, without an operation of torch's
+        self._flags, self._seats = behind[: len(self.parameters)], seats
+        self._behind = behind.numpy() if here else None  # the same memory, without an operation of torch's
+        self._front = np.ones(len(behind)) if here else None  # what goes there: flags, and who rides
         self._slots = _views(self._row, self.parameters)
         self._scaled = plan.wire == "fp16"
         number = plan.buckets.index(bucket)
@@ -185,27 +188,41 @@ class _Bucket:
         every = range(len(self.names))
         self._waiting = dict.fromkeys(every, 1) if passes is once else {i: passes(self.names[i]) for i in every}
 
-    @torch.no_grad()
     def send(self, compressing: bool) -> None:
         over = self._sum_within if compressing and self._compressed else self._sum
-        made = [p.grad for p in self.parameters]
-        self._refuse_sparse(made)
+        slots, made = self._made()
         if over is None:  # every rank keeps its own gradients; DGC takes them from here
             return
-        self._missing = [i for i, grad in enumerate(made) if grad is None]
-        slots = [slot for slot, grad in zip(self._slots, made, strict=True) if grad is not None]
-        torch._foreach_copy_(slots, [grad for grad in made if grad is not None])
+        torch._foreach_copy_(slots, made)
         for i in self._missing:
             self._slots[i].zero_()
-        self._flags.fill_(self._flag())
+        if self._behind is not None:
+            self._behind[:] = self._front
+        else:
+            self._flags.fill_(self._flag())
         for i in self._missing:
             self._flags[i] = 0
-        if self._seat is not None:
-            self._seat[:] = self._passengers
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot  # the gradient autograd made is free from here on
         self._under_way = over
         over.start()
+
+    def _made(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients that are there, and where they go; notes those that are missing."""
+        made = [p.grad for p in self.parameters]
+        self._missing = []
+        for i, grad in enumerate(made):
+            if grad is None:
+                self._missing.append(i)
+            elif grad.is_sparse:
+                raise UsageError(
+                    f"'{self.names[i]}' has a sparse gradient, but it is not the weight of an Embedding or "
+                    "EmbeddingBag with sparse=True; use one of those, or sparse=False"
+                )
+        there = [grad for grad in made if grad is not None]
+        if not self._missing:
+            return self._slots, there
+        return [slot for slot, grad in zip(self._slots, made, strict=True) if grad is not None], there
 
     def _flag(self) -> Tensor | float:
         """What says "used". Beside a 1, gradients under 1e-11 vanish among half floats: there, the largest."""
@@ -232,19 +249,13 @@ class _Bucket:
 
     def takes_along(self, group: dist.ProcessGroup) -> bool:
         ours, asked = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
-        return bool(self._passengers) and set(ours) == set(asked)
+        return bool(self._seats) and set(ours) == set(asked)
 
     def take_along(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        self._passengers, seats = numbers, self._seats
-        return seats.tolist
-
-    def _refuse_sparse(self, made: Sequence[Tensor | None]) -> None:
-        for name, grad in zip(self.names, made, strict=True):
-            if grad is not None and grad.is_sparse:
-                raise UsageError(
-                    f"'{name}' has a sparse gradient, but it is not the weight of an Embedding or EmbeddingBag with "
-                    "sparse=True; use one of those, or sparse=False"
-                )
+        assert self._behind is not None
+        assert self._front is not None
+        self._front[-self._seats :] = numbers
+        return self._behind[-self._seats :].tolist
 
 
 def _hook(bucket: _Bucket, index: int) -> Callable[[Tensor], None]:

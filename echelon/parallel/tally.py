@@ -6,7 +6,6 @@ message costs more than its latency, it rides with the last bucket of gradients.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -45,9 +44,10 @@ class Tally:
         self._samples = samples
         self._sum = op == "sum"
         self.rides = ride is not None
+        self._total: Sums | None = None
+        self._loss = self.local if group is None else None
         if group is None:
             return
-        self._total: Sums | None = None
         self._answer: Callable[[], Sums]
         weight = 1.0 if self._sum else samples
         if ride is not None:
@@ -59,18 +59,21 @@ class Tally:
         answer = start_small_sum(torch.stack([weighted, count]), group, "loss and samples")
         self._answer = lambda: _pair(answer())
 
-    @functools.cached_property
+    @property
     def loss(self) -> Tensor:
         """Mean loss over all samples of all ranks (sum over ranks of their means, with op "sum")."""
-        if self._alone:
-            return self.local
-        total, count = self._received()
+        if self._loss is None:
+            self._loss = self._mean(self._received())
+        return self._loss
+
+    def _mean(self, sums: Sums) -> Tensor:
+        total, count = sums
         if isinstance(total, Tensor):
             return (total if self._sum else total / count).to(self.local.dtype)
-        mean = total if self._sum else total / count if count else math.nan
-        return torch.tensor(mean, dtype=self.local.dtype)
+        mean = total if self._sum else total / float(count) if count else math.nan
+        return torch.scalar_tensor(mean, dtype=self.local.dtype)
 
-    @functools.cached_property
+    @property
     def samples(self) -> Tensor | float:
         """Samples over all ranks: a number on the CPU, a tensor on a GPU (reading it there would stall the step)."""
         if self._alone:

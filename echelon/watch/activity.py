@@ -60,14 +60,15 @@ class Activity:
             self.recorder.loaded(self.phase_since)
         self.phase, self.phase_since = phase, monotonic()
 
-    def lap(self, phase: str) -> None:
-        """A phase of a step is over: what of it was not waiting was work."""
+    def lap(self, phase: str) -> float:
+        """A phase of a step is over: what of it was not waiting was work. Returns the time."""
         now = monotonic()
         self.busy[phase] += now - self._lapped - (self.waited - self._waited_then)
         self._lapped, self._waited_then = now, self.waited
         self.phase, self.phase_since = AFTER[phase], now
         if self.recorder is not None:
             self.recorder.lap(phase, now)
+        return now
 
     def passed(self, phase: str) -> None:
         """The same on a GPU, where the host's time tells nothing of the work."""

@@ -25,13 +25,12 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds: Seconds = defaultdict(float)
-        self._last = time.perf_counter()
+        self._last = time.monotonic()
 
     def lap(self, phase: str) -> None:
-        now = time.perf_counter()
+        now = activity.lap(phase)
         self._seconds[phase] += now - self._last
         self._last = now
-        activity.lap(phase)
 
     def take(self) -> Callable[[], Seconds]:
         """What was summed since the last taking, as something to be read later."""
