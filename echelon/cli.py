@@ -328,9 +328,23 @@ def memory(
     ],
     args: Annotated[list[str] | None, typer.Argument(help="A script's own arguments, after --.")] = None,
     *,
-    procs: Annotated[int, typer.Option(help="Processes, each with samples of its own.")] = 1,
+    procs: Annotated[
+        int | None, typer.Option(help="Processes of the job.", show_default="the fewest that what is asked for takes")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Samples that each process is given at a time.", show_default="the model's")
+        int | None,
+        typer.Option(help="Samples that each copy of the model is given at a time.", show_default="the model's"),
+    ] = None,
+    planned: Annotated[
+        str | None, typer.Option("--plan", help="A plan from 'echelon plan --save'; it says all of the rest.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline; cut by cost.")] = None,
+    split: Annotated[int | None, typer.Option(help="Processes that share each layer; those that plans split.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts of a batch, one after another.", show_default="4 with stages")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="1f1b, gpipe, interleaved or zero-bubble.", show_default="1f1b")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda: whose kernels are counted.", show_default="what is here")
@@ -338,10 +352,15 @@ def memory(
     optimizer: Annotated[
         str | None, typer.Option(help="adamw, adam, sgd, momentum, lamb ...", show_default="the script's, or adamw")
     ] = None,
-    amp: Annotated[str | None, typer.Option(help="bf16, fp16 or off.", show_default="the script's, or off")] = None,
+    amp: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or off.", show_default="the script's; else bf16 on GPUs")
+    ] = None,
     recompute: Annotated[
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Keep few activations.", show_default="the script's, or no"),
+    ] = None,
+    lean: Annotated[
+        bool | None, typer.Option("--lean/--no-lean", help="Six bytes a parameter.", show_default="the script's, or no")
     ] = None,
     shard: Annotated[
         int | None, typer.Option(help="0 to 3: what processes share out.", show_default="the script's, or 0")
@@ -358,11 +377,12 @@ def memory(
         str | None, typer.Option(metavar="DIR", help="Write memory.json there, for 'echelon report DIR'.")
     ] = None,
 ) -> None:
-    """Say what a training step holds, by module and kind, when it holds most, and what would save; nothing trains."""
+    """Say what each rank of a job holds, by module and kind, when it holds most, and what would save: nothing runs."""
     from echelon.footprint.command import memory_words
 
     given = {"procs": procs, "batch": batch, "device": device, "optimizer": optimizer, "input": inputs}
-    given |= {"amp": amp, "recompute": recompute, "shard": shard, "merge": merge}
+    given |= {"amp": amp, "recompute": recompute, "shard": shard, "merge": merge, "lean": lean, "plan": planned}
+    given |= {"stages": stages, "split": split, "micro_batches": micro_batches, "schedule": schedule}
     memory_words(model, args or [], as_json=as_json, save=save, **given)
 
 

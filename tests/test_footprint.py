@@ -1,5 +1,5 @@
-"""``echelon memory`` against real tensors: weights, gradients and optimizer state to the byte, activations as autograd
-keeps them, and what is said to be saved against a second look."""
+"""``echelon memory`` against real tensors: weights, gradients and optimizer state of every rank to the byte,
+activations as autograd keeps them, and what is said to be saved against a second look."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import io
 import json
 import os
 import runpy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,22 @@ import torch.nn.functional as F
 from harness import run
 from torch import Tensor, nn
 
+import echelon
+from echelon.annotation import annotate, collect, pipeline, split, stage
 from echelon.environment import PLAN_ONLY
 from echelon.errors import UsageError
 from echelon.footprint import Footprint, Job, find_footprint
 from echelon.footprint.asked import Asked
 from echelon.footprint.command import memory_words
 from echelon.footprint.kept import LOSS
-from echelon.footprint.measured import measured
 from echelon.optim import LAMB, LARS
+from echelon.parallel.holdings import Holdings
+from echelon.plan.foretell import is_placeholder
 from echelon.planner.model.profile import Profile, profile
 from echelon.record import read
+from echelon.record.tensors import measured
+from echelon.slices import Slices
+from echelon.strategy import Lean, Shard, Strategy
 
 SAMPLES = 6
 
@@ -50,7 +57,7 @@ class Tied(nn.Module):
         self.blocks[1][1].weight.requires_grad = False
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.words(ids) * self.scale
+        hidden = self.words(ids) * self.scale.to(self.words.weight.dtype)
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return self.head(self.norm(hidden)).tanh()
@@ -101,7 +108,7 @@ def test_weights_gradients_and_state_are_those_of_real_tensors(optimizer: str) -
     found = find_footprint(looked, Job(samples=SAMPLES), stepping)
     loss(model(ids), target).backward()
     stepping.step()
-    real = measured(model, [stepping], peak=0)
+    real = measured(Holdings(model, dict(model.named_parameters())), [stepping], peak=0)
     for kind in ("parameters", "optimizer"):
         assert sum(getattr(row, kind) for row in found.modules) == real.kinds[kind] == found.kinds[kind], kind
     assert sum(row.gradients for row in found.modules) == sum(_bytes(p.grad) for p in model.parameters())
@@ -137,7 +144,7 @@ def autograd_keeps(model: nn.Module, batch: Any, loss: Any, amp: bool = False) -
 @pytest.mark.parametrize("case", CASES)
 def test_activations_are_what_autograd_keeps(case: str, amp: Any) -> None:
     looked, model, batch, loss = profiled(case)
-    found = find_footprint(looked, Job(samples=SAMPLES, amp=amp), "adam")
+    found = find_footprint(looked, Job(samples=SAMPLES, strategy=Strategy(amp=amp)), "adam")
     real = autograd_keeps(model, batch, loss, amp is not None)
     # placeholders have batch norm's statistics in 16 bits under amp, a real CPU in 32
     off = 4 * 8 * 2 if amp and case == "images" else 0
@@ -147,7 +154,7 @@ def test_activations_are_what_autograd_keeps(case: str, amp: Any) -> None:
 
 def test_recomputed_blocks_keep_what_they_are_given() -> None:
     looked, *_ = profiled("words")
-    jobs = Job(samples=SAMPLES, recompute=True), Job(samples=SAMPLES)
+    jobs = Job(samples=SAMPLES, strategy=Strategy(recompute=True)), Job(samples=SAMPLES)
     found, plain = ({row.name: row.activations for row in find_footprint(looked, job, "adam").modules} for job in jobs)
     given = SAMPLES * 5 * 16 * 4
     assert [found[f"blocks.{at}"] for at in range(3)] == [given] * 3
@@ -158,19 +165,19 @@ def test_recomputed_blocks_keep_what_they_are_given() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_said_to_be_saved_is_what_a_second_look_finds(case: str) -> None:
     looked, *_ = profiled(case)
-    job = Job(samples=SAMPLES, procs=4)
-    found = find_footprint(looked, job, "adamw")
+    found = find_footprint(looked, Job(samples=SAMPLES, procs=4), "adamw")
     assert sum(found.kinds.values()) == found.peak
     said = {saving.what: saving.bytes for saving in found.savings}
-    assert {"shard 1", "shard 3"} <= said.keys()
+    assert {"shard 1", "shard 3", "lean"} <= said.keys()
     others = {
-        "recompute": {"recompute": True},
-        "amp bf16": {"amp": "bf16"},
-        "batch 3": {"samples": 3},
-        **{f"shard {level}": {"shard": level} for level in (1, 2, 3)},
+        "recompute": Strategy(recompute=True),
+        "amp bf16": Strategy(amp="bf16"),
+        "lean": Strategy(lean=True),
+        **{f"shard {level}": Strategy(shard=Shard(level=level)) for level in (1, 2, 3)},
     }
-    for what, change in others.items():
-        again = find_footprint(looked, Job(**{"samples": SAMPLES, "procs": 4, **change}), "adamw")
+    jobs = {what: Job(samples=SAMPLES, procs=4, strategy=strategy) for what, strategy in others.items()}
+    for what, job in {**jobs, "batch 3": Job(samples=3, procs=4)}.items():
+        again = find_footprint(looked, job, "adamw")
         assert said.get(what, 0) == max(0, found.peak - again.peak), what
 
 
@@ -202,6 +209,124 @@ def _allocated_at_most(step: Callable[[], None]) -> int:
             now += event.nbytes()
             most = max(most, now)
     return most
+
+
+# ---- plans whose ranks hold different things: real ranks, every tensor counted ----
+
+STAGED = {"blocks.0": stage(0), "blocks.1-2": stage(1), "": pipeline(micro_batches=3)}
+PLANS: dict[str, tuple[int, dict[str, Any], Strategy]] = {
+    "shard 1": (2, {}, Strategy(shard=1)),
+    "shard 2": (2, {}, Strategy(shard=2)),
+    "shard 3": (2, {}, Strategy(shard=3)),
+    "stages": (2, STAGED, Strategy()),
+    "split": (2, {"blocks.*": split()}, Strategy()),
+    "lean": (2, {}, Strategy(lean=Lean(state="device"))),
+    "lamb": (2, {}, Strategy(lamb=True)),
+    "stages x shard 3": (4, STAGED, Strategy(shard=3)),
+    "split x shard 1": (4, {"blocks.*": split()}, Strategy(shard=1)),
+}
+KINDS = ("parameters", "gradients", "optimizer", "buffers")
+
+
+def marked(marks: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model, batch, loss = words()
+    return annotate(model, marks), batch, loss
+
+
+def _trained(ranks: int) -> dict[str, tuple[dict[str, int], Footprint, int]]:
+    """By plan: bytes of this rank's own tensors, what a run writes down of them, and what autograd kept at most."""
+    echelon.init()
+    found = {}
+    for name, (size, marks, strategy) in PLANS.items():
+        if size == ranks:
+            model, batch, loss = marked(marks)
+            optimizer = torch.optim.AdamW(model.parameters())
+            sliced = Slices(average=2) if marks else None
+            engine = echelon.distribute(
+                model, optimizer=optimizer, loss=loss, strategy=strategy, cluster=sliced, log=echelon.Log(console=False)
+            )
+            engine.step(*batch)
+            with _Saved(model) as saved:
+                engine.step(*batch)
+            written = measured(engine.holdings, engine.optimizers.values(), None)
+            found[name] = own_bytes(engine), written, saved.most
+            engine.close()
+    return found
+
+
+def own_bytes(engine: Any) -> dict[str, int]:
+    stepping = next(iter(engine.optimizers.values()))
+    shards = [p for group in stepping.param_groups for p in group["params"]]
+    here = [p for p in engine.model.parameters() if not is_placeholder(p.data)]
+    away = engine.plan.shard is not None and engine.plan.shard.level == 3
+    return {
+        "parameters": sum(map(_bytes, shards if away else here)),
+        "gradients": sum(_bytes(p.grad) for p in {*here, *shards}),
+        "optimizer": sum(_bytes(v) for s in stepping.state.values() for v in s.values() if isinstance(v, Tensor)),
+        "buffers": sum(_bytes(b) for b in engine.model.buffers() if not is_placeholder(b)),
+    }
+
+
+class _Saved:
+    """Bytes that autograd keeps, at most at one time: each storage once, weights never."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {value.untyped_storage()._cdata for value in (*model.parameters(), *model.buffers())}
+        self._uses: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+
+    def __enter__(self) -> _Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights and not is_placeholder(tensor):
+            self._uses[storage._cdata] += 1
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.most = max(self.most, sum(self._sizes[at] for at, uses in self._uses.items() if uses))
+        return _Kept(tensor.detach(), self)
+
+    def let_go(self, address: int) -> None:
+        self._uses[address] -= address in self._sizes
+
+
+class _Kept:
+    def __init__(self, tensor: Tensor, saved: _Saved) -> None:
+        self.tensor, self._saved = tensor, saved
+
+    def __del__(self) -> None:
+        self._saved.let_go(self.tensor.untyped_storage()._cdata)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_holds_what_is_said_of_it(ranks: int) -> None:
+    real = run(_trained, ranks, ranks=ranks)
+    for name, (size, marks, strategy) in PLANS.items():
+        if size != ranks:
+            continue
+        model, batch, loss = marked(marks)
+        sliced = Slices(average=2) if marks else None
+        job = Job(samples=SAMPLES, procs=ranks, strategy=strategy, marks=collect(model), slices=sliced)
+        looked, optimizer = profile(model, batch, loss=loss, device="cpu"), torch.optim.AdamW(model.parameters())
+        found = find_footprint(looked, job, optimizer)
+        by_rank = {rank: one for one in found.each or (found,) for rank in one.ranks}
+        assert sorted(by_rank) == list(range(ranks))
+        for rank, one in by_rank.items():
+            counted, written, kept = real[rank][name]
+            said = {kind: sum(getattr(row, kind) for row in one.modules) for kind in KINDS}
+            assert said == counted, (name, rank)
+            assert {kind: written.kinds[kind] for kind in KINDS} == counted, (name, rank)
+            if strategy.shard is None and strategy.lean is None:
+                # what goes round block 0 is made on stage 1 as well, which keeps the words' numbers for it
+                again = _bytes(batch[0]) if (name, rank) == ("stages", 1) else 0
+                assert sum(row.activations for row in one.modules) + again == kept, (name, rank)
 
 
 SCRIPT = """
@@ -272,6 +397,7 @@ def test_mistakes_are_one_line(model: str, words: dict[str, Any], line: str) -> 
 def test_the_tables_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     memory_words("gpt:layers=3,hidden=64,heads=4,sequence=32,vocabulary=100", [], batch=4, procs=2, device="cuda")
     shown = capsys.readouterr().out
-    assert shown.startswith("gpt(3 layers, hidden 64), adamw: 4 samples on each of 2 processes\n")
+    how = "4 samples on each of 2 processes, amp bf16 (by itself, on a GPU)"
+    assert shown.startswith(f"gpt(3 layers, hidden 64), adamw: {how}\n")
     assert "1 .. 3, each of 3" in shown
     assert "the peak would be lower with" in shown

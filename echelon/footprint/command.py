@@ -9,13 +9,14 @@ from typing import Any
 
 from echelon.errors import UsageError
 from echelon.footprint.asked import Asked
-from echelon.footprint.footprint import Job, find_footprint
+from echelon.footprint.footprint import find_footprint
 from echelon.footprint.script import ask_script
 from echelon.footprint.show import show
-from echelon.footprint.state import named_optimizer
+from echelon.footprint.state import check_name
 from echelon.planner.explain import asked as plans
 from echelon.planner.explain.source import find_source, is_script
 from echelon.planner.machines.cluster import Cluster
+from echelon.planner.run.saved import SavedPlan
 from echelon.record.facts import Footprint
 from echelon.record.files import MEMORY
 from echelon.strict import build
@@ -29,25 +30,32 @@ def memory_words(
     """The command. ``words`` are its other options, as they were written; None where they were not."""
     asked = build(Asked, {"model": model, **words}, "echelon memory")
     if asked.optimizer is not None:
-        named_optimizer(asked.optimizer)  # a slip is told before a script has run for minutes
-    title, job, found = _of_script(asked, arguments) if is_script(model) else _of_model(asked)
+        check_name(asked.optimizer)  # a slip is told before a script has run for minutes
+    if asked.plan is not None:
+        asked.by_plan(SavedPlan.load(asked.plan))
+    title, found = _of_script(asked, arguments) if is_script(model) else _of_model(asked)
     if save is not None:
         _write(Path(save), found)
-    print(json.dumps(found.to_json(), indent=1) if as_json else show(title, job, found))
+    print(json.dumps(found.to_json(), indent=1) if as_json else show(title, found))
 
 
-def _of_script(asked: Asked, arguments: Sequence[str]) -> tuple[str, Job, Footprint]:
+def _of_script(asked: Asked, arguments: Sequence[str]) -> tuple[str, Footprint]:
     answer = ask_script(asked, arguments)
     found = Footprint.of(answer["footprint"])
     assert found is not None
-    return answer["title"], build(Job, answer["job"], "job"), found
+    return answer["title"], found
 
 
-def _of_model(asked: Asked) -> tuple[str, Job, Footprint]:
-    given = plans.Asked(model=asked.model, cluster=asked.cluster, batch=asked.batch, input=asked.input)
+def _of_model(asked: Asked) -> tuple[str, Footprint]:
+    saved = SavedPlan.load(asked.plan) if asked.plan is not None else None
+    batch = asked.batch if saved is None or asked.batch is not None else asked.by_plan(saved).samples
+    given = plans.Asked(model=asked.model, cluster=asked.cluster, batch=batch, input=asked.input)
     profile = find_source(given, Cluster.parse(asked.cluster)).profile
-    job, optimizer = asked.job(profile.batch), asked.optimizer or USUAL
-    return f"{profile.name}, {optimizer}", job, find_footprint(profile, job, optimizer)
+    if saved is not None and saved.model:
+        saved.check_model(profile.model)
+    job = asked.job(profile) if saved is None else asked.by_plan(saved)
+    optimizer = asked.optimizer or USUAL
+    return f"{profile.name}, {optimizer}", find_footprint(profile, job, optimizer)
 
 
 def _write(directory: Path, found: Footprint) -> None:

@@ -1,198 +1,129 @@
-"""What one process of a data-parallel job holds: the peak, its moment, and every module's part; and what would save."""
+"""What every rank of a job holds: its peak, the moment of it, and every module's part; and what would save."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 
-from echelon.footprint.kept import LOSS, kept_by_module
-from echelon.footprint.state import Given, bytes_of_step, named_optimizer, state_bytes
-from echelon.planner.cost.memory import Fullest, fullest
-from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.draft import Draft
+from echelon.footprint.job import Job, Optimizers
+from echelon.footprint.kept import LOSS, Kept, kept_by_stage
+from echelon.footprint.means import alternatives
+from echelon.footprint.peak import Peaks, Place, Spread, in_flight, samples_of
+from echelon.footprint.state import Given, named_optimizer
+from echelon.footprint.words import how_in_words
 from echelon.planner.model.profile import Profile
 from echelon.record.facts import Footprint, ModuleBytes, Saving
-from echelon.strict import require, strict
+from echelon.record.place import place_in_words
 
-#: What the peak is made of, as the planner's Memory names it.
-KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
 #: What is in no module of its own.
 REST = "(model)"
 
 
-@strict
-class Job:
-    """How it is trained.
-
-    samples:   of each process's batch
-    procs:     processes, which see different samples
-    merge:     batches that make up one update
-    recompute: blocks keep only what they are given
-    amp:       forward and loss in 16 bits
-    shard:     0 to 3: what the processes share out
-    """
-
-    samples: int
-    procs: int = 1
-    merge: int = 1
-    recompute: bool = False
-    amp: Literal["bf16", "fp16"] | None = None
-    shard: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "procs", "merge"):
-            require(getattr(self, name) >= 1, self, name, "1 or more")
-        require(0 <= self.shard <= 3, self, "shard", "0, 1, 2 or 3")
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        """``64 samples on each of 2 processes, recompute, amp bf16, shard 1``"""
-        each = f" on each of {self.procs} processes" if self.procs > 1 else ""
-        options = (
-            ("recompute", self.recompute),
-            (f"amp {self.amp}", self.amp),
-            (f"shard {self.shard}", self.shard),
-            (f"{self.merge} batches an update", self.merge > 1),
-        )
-        words = [f"{self.samples} sample{'s' if self.samples > 1 else ''}{each}", *(word for word, on in options if on)]
-        return ", ".join(words)
-
-    @property
-    def draft(self) -> Draft:
-        return Draft(
-            batch=self.samples * self.procs * self.merge,
-            replicate=self.procs,
-            micro_batches=self.merge,
-            recompute=(True,) if self.recompute else (),
-            amp=self.amp,
-            shard=self.shard,
-        )
-
-
 def find_footprint(profile: Profile, job: Job, optimizer: Given | str) -> Footprint:
-    """Of such a job. ``optimizer``: the model's own, or the name of one (see ``state.NAMED``)."""
-    held = _Held(profile, optimizer)
-    peak = held.peak(job)
-    kinds = {kind: round(getattr(peak.memory, kind)) for kind in KINDS}
-    total = sum(kinds.values())
-    others = [(what, sum(held.kinds(other).values())) for what, other in alternatives(job)]
-    savings = [Saving(what, total - other) for what, other in others if other < total]
-    return Footprint(
-        peak=total,
-        moment=_in_words(profile, peak),
-        kinds=kinds,
-        modules=tuple(held.rows(job)),
-        savings=tuple(sorted(savings, key=lambda saving: -saving.bytes)),
-        measured=False,
+    """Of such a job. ``optimizer``: the model's own, or the name of one (see ``state.NAMED``).
+
+    It is that of the fullest rank; where ranks differ, ``each`` has them all.
+    """
+    optimizers = _named(optimizer, profile.model)
+    peaks = Peaks(profile, optimizers)
+    spread = peaks.spread(job)
+    kept = kept_by_stage(spread.profile, spread.plan, samples_of(spread.draft))
+    found = [_of_place(spread, place, kept) for place in spread.places]
+    found.sort(key=lambda one: one.ranks)
+    savings, refused = _savings(peaks, job, spread, optimizers)
+    most = max(found, key=lambda one: one.peak)
+    return dataclasses.replace(
+        most,
+        how=how_in_words(job, spread.plan),
+        savings=savings,
+        notes=(*_notes(spread), *refused),
+        each=tuple(found) if len(found) > 1 else (),
     )
 
 
-def alternatives(job: Job) -> Iterator[tuple[str, Job]]:
-    """The same training by other means, one at a time."""
-    if not job.recompute:
-        yield "recompute", dataclasses.replace(job, recompute=True)
-    if job.amp is None:
-        yield "amp bf16", dataclasses.replace(job, amp="bf16")
-    for level in range(job.shard + 1, 4) if job.procs > 1 else ():
-        yield f"shard {level}", dataclasses.replace(job, shard=level)
-    if job.samples > 1:
-        yield f"batch {job.samples // 2}", dataclasses.replace(job, samples=job.samples // 2)
+def _named(given: Given | str, model: nn.Module) -> Optimizers:
+    if isinstance(given, str):
+        return {"main": named_optimizer(given, model.parameters())}
+    if isinstance(given, torch.optim.Optimizer):
+        return {"main": given}
+    return dict(given) if isinstance(given, Mapping) else {str(at): each for at, each in enumerate(given)}
 
 
-class _Held:
-    """A profile and what its optimizer keeps."""
-
-    def __init__(self, profile: Profile, optimizer: Given | str) -> None:
-        self._profile = profile
-        self._units = [name for members in profile.members for name in members if name]
-        self._state = self._state_of(optimizer)
-        trained = sum(p.numel() for p in profile.model.parameters() if p.requires_grad)
-        self._name = optimizer if isinstance(optimizer, str) else _kind(optimizer)
-        each = sum(self._state.values()) / trained if trained else 0.0
-        self._system: System = dataclasses.replace(ECHELON, state={self._name: each})
-
-    def peak(self, job: Job) -> Fullest:
-        found = fullest(self._profile, job.draft, system=self._system, optimizer=self._name, place=self._profile.device)
-        return found[0]
-
-    def kinds(self, job: Job) -> dict[str, int]:
-        memory = self.peak(job).memory
-        return {kind: round(getattr(memory, kind)) for kind in KINDS}
-
-    def rows(self, job: Job) -> Iterator[ModuleBytes]:
-        """Every unit, and every module outside of units that has anything, in the model's order."""
-        model = self._profile.model
-        recomputed = self._units if job.recompute else ()
-        activations = self._summed(kept_by_module(self._profile, job.samples, job.amp, recomputed))
-        parameters = self._summed(_weights(model, lambda p: p.numel() * p.element_size()))
-        gradients = self._summed(_weights(model, lambda p: p.numel() * p.element_size() * p.requires_grad))
-        optimizer = self._summed(_weights(model, lambda p: self._state[id(p)]))
-        buffers = self._summed(_buffers(model))
-        shared = [job.procs if job.shard >= level else 1 for level in (3, 2, 1)]
-        names = [*dict.fromkeys(self._row(name) for name, _ in model.named_modules()), LOSS]
-        for name in names:
-            found = [kind.get(name, 0) for kind in (parameters, gradients, optimizer, activations, buffers)]
-            if any(found):
-                own = [value // ranks for value, ranks in zip(found, shared, strict=False)]
-                yield ModuleBytes(name, *own, *found[3:])
-
-    def _row(self, name: str) -> str:
-        """The unit that a module is in, or itself."""
-        inside = next((unit for unit in self._units if name == unit or name.startswith(f"{unit}.")), name)
-        return inside or REST
-
-    def _summed(self, by_module: dict[str, int]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for name, value in by_module.items():
-            row = name if name == LOSS else self._row(name)
-            found[row] = found.get(row, 0) + value
-        return found
-
-    def _state_of(self, optimizer: Given | str) -> dict[int, int]:
-        parameters, known = list(self._profile.model.parameters()), dict[Any, int]()
-        if not isinstance(optimizer, str):
-            return {id(p): state_bytes(optimizer, p, known) for p in parameters}
-        twin = named_optimizer(optimizer)
-        group = twin.param_groups[0]
-        return {id(p): bytes_of_step(twin, group, p, known) if p.requires_grad else 0 for p in parameters}
+def _of_place(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Footprint:
+    return Footprint(
+        peak=place.peak,
+        moment=place.moment,
+        kinds=place.kinds,
+        modules=tuple(_rows(spread, place, kept)),
+        savings=(),
+        measured=False,
+        ranks=place.ranks,
+        place=place_in_words(place.grids[0].at, spread.plan.mesh, spread.draft.stages),
+    )
 
 
-def _weights(model: nn.Module, size: Callable[[nn.Parameter], int]) -> dict[str, int]:
-    """By the module that has it first."""
-    found: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
+def _rows(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Iterator[ModuleBytes]:
+    """Every unit, and every module outside of units that has anything, in the model's order."""
+    units = [name for members in spread.profile.members for name in members if name]
+    found: dict[str, ModuleBytes] = {}
+
+    def add(name: str, **sizes: int) -> None:
+        row = name if name == LOSS else next((unit for unit in units if _inside(name, unit)), name) or REST
+        before = found.get(row) or ModuleBytes(row, 0, 0, 0, 0, 0)
+        found[row] = dataclasses.replace(before, **{kind: getattr(before, kind) + of for kind, of in sizes.items()})
+
+    for name, held in place.holding.parameters.items():
         owner = name.rpartition(".")[0]
-        found[owner] = found.get(owner, 0) + size(parameter)
-    return found
+        add(owner, parameters=held.parameters, gradients=held.gradients, optimizer=held.optimizer)
+    for name, size in place.holding.buffers.items():
+        add(name.rpartition(".")[0], buffers=size)
+    parts = spread.samples / samples_of(spread.draft)
+    for stage, count in _counts(spread, place, kept).items():
+        for name, size in kept[stage].made.items():
+            add(name, activations=count * size)
+        for name, size in kept[stage].given.items():
+            add(name, activations=round(parts * size))
+    order = [*dict.fromkeys(next((u for u in units if _inside(n, u)), n) or REST for n in _modules(spread)), LOSS]
+    return (found[name] for name in order if name in found and any(dataclasses.astuple(found[name])[1:]))
 
 
-def _buffers(model: nn.Module) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, value in model.named_buffers():
-        owner = name.rpartition(".")[0]
-        found[owner] = found.get(owner, 0) + value.numel() * value.element_size()
-    return found
+def _counts(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> dict[int, int]:
+    sizes = {stage: one.made.total() for stage, one in kept.items()}
+    return in_flight(spread.draft, place.grids[0].at["stage"], sizes)
 
 
-def _in_words(profile: Profile, peak: Fullest) -> str:
-    """``backward of layers.3``"""
-    if peak.moment == "exchange":
-        return "end of backward, when the last gradients leave"
-    if peak.moment == "update" or peak.unit is None:
-        return peak.moment
-    name = profile.members[peak.unit][0]
-    if not name:
-        return f"{peak.moment} of the model"
-    beyond = " and what follows it" if peak.unit == len(profile.members) - 1 else ""
-    return f"{peak.moment} of {name}{beyond}"
+def _inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
 
 
-def _kind(optimizer: Given) -> str:
-    from echelon.planner.explain.script import kind_of
+def _modules(spread: Spread) -> Iterator[str]:
+    return (name for name, _ in spread.profile.model.named_modules())
 
-    return kind_of(optimizer)
+
+def _savings(peaks: Peaks, job: Job, spread: Spread, optimizers: Optimizers) -> tuple[tuple[Saving, ...], list[str]]:
+    """What would lower the peak of the fullest rank; and what cannot be had here, with the reason."""
+    found, refused = [], []
+    for what, other in alternatives(job, spread.plan, optimizers):
+        if isinstance(other, str):
+            refused.append(f"{what} is not for this: {other}")
+            continue
+        lower = spread.peak - peaks.spread(other).peak
+        if lower > 0:
+            found.append(Saving(what, lower))
+    return tuple(sorted(found, key=lambda saving: -saving.bytes)), refused
+
+
+def _notes(spread: Spread) -> Iterator[str]:
+    """What is not told."""
+    plan, draft = spread.plan, spread.draft
+    if plan.offload or (plan.shard is not None and plan.shard.offload):
+        yield "what offload moves to host memory is counted here as if it stayed on the device"
+    if plan.lean is not None and plan.lean.state != "device" and spread.profile.device == "cuda":
+        yield "lean moves remainders and moments to host memory where the device has no room; here all are on it"
+    if draft.split > 1:
+        yield "activations and the peak are those of the first rank of a split; the others' differ as their widths do"
+    if plan.local is not None or plan.dgc is not None:
+        yield "what LocalSGD and DGC keep beside the weights is in 'exchange', as plans count it"

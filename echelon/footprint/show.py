@@ -6,37 +6,99 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from echelon.amounts import amount, percent, size, unit_for
-from echelon.footprint.footprint import Job
 from echelon.record.facts import Footprint, ModuleBytes
+from echelon.record.place import ranks_in_words
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 #: What the words mean that do not say it themselves.
 NOTES = {
     "transient": "for a moment: what computing and updating need on top",
-    "exchange": "messages under way",
+    "exchange": "messages under way, and what waits to be sent",
     "buffers": "of the model, the batch, and what libraries keep",
 }
+#: Kinds of ranks whose modules are listed; of more, those of the fullest alone.
+MOST = 8
 
 
-def show(title: str, job: Job, found: Footprint) -> str:
-    return "\n".join([f"{title}: {job}", "", *_peak(found), "", *_modules(found), "", *_savings(found)])
+def show(title: str, found: Footprint) -> str:
+    parts = [_peak(found), _ranks(found), *_all_modules(found), _savings(found), found.notes]
+    blocks = ["\n".join(part) for part in parts]
+    return "\n\n".join([f"{title}: {found.how}", *filter(None, blocks)])
 
 
 def _peak(found: Footprint) -> Iterator[str]:
-    yield f"peak {size(found.peak)}, in {found.moment}:"
+    where = f" on {_whose(found)}" if found.each else ""
+    yield f"peak about {size(found.peak)}{where}, in {found.moment}:"
     for kind, value in found.kinds.items():
         if value:
             note = f"   {NOTES[kind]}" if kind in NOTES else ""
             yield f"  {kind:<12}{size(value):>10}{percent(value / found.peak):>8}{note}"
 
 
-def _modules(found: Footprint) -> Iterator[str]:
+def _whose(found: Footprint) -> str:
+    """``stage 0 (ranks 0 and 2)``"""
+    ranks = ranks_in_words(found.ranks)
+    return f"{found.place} ({ranks})" if found.place else ranks
+
+
+# ---- ranks ----
+
+
+def _ranks(found: Footprint) -> Iterator[str]:
+    """Those that hold the same, as far as it is shown, are one line."""
+    if len(found.each) < 2:
+        return
+    word, unit = unit_for(max(one.peak for one in found.each) / 10)
+    lines: dict[tuple[str, ...], list[Footprint]] = {}
+    for one in found.each:
+        cells = (*(amount(value, unit) for value in (*_whole(one), one.peak)), one.moment)
+        lines.setdefault((_stage(one), *cells), []).append(one)
+    named = [(_together(alike), cells[1:]) for cells, alike in lines.items()]
+    width = max(len(name) for name, _ in named)
+    yield f"{f'by rank, {word}':<{width}}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak")) + "  in"
+    for name, cells in named:
+        yield f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}"
+
+
+def _stage(one: Footprint) -> str:
+    return one.place.partition(", ")[0] if one.place.startswith("stage") else ""
+
+
+def _together(alike: Sequence[Footprint]) -> str:
+    """Ranks of one stage, whatever their part of a split."""
+    ranks = ranks_in_words(sorted(rank for one in alike for rank in one.ranks))
+    place = alike[0].place if len(alike) == 1 else _stage(alike[0])
+    return f"{place}: {ranks}" if place else ranks
+
+
+# ---- modules ----
+
+
+def _all_modules(found: Footprint) -> Iterator[Iterator[str]]:
+    """A table for each kind of rank; ranks of which only bytes differ that nobody sees have one table."""
+    kinds: dict[tuple[str, ...], list[Footprint]] = {}
+    every = found.each or (found,)
+    unit = unit_for(max(max(_whole(one)) for one in every) / 10)
+    for one in every:
+        kinds.setdefault(tuple(_modules(one, "", unit)), []).append(one)
+    if len(kinds) > MOST:
+        yield _modules(found, f", {_whose(found)}", unit)
+        return
+    for alike in kinds.values():
+        yield _modules(alike[0], f", {_together(alike)}" if len(kinds) > 1 else "", unit)
+
+
+def _whole(found: Footprint) -> list[int]:
+    return [sum(getattr(row, column) for row in found.modules) for column in COLUMNS]
+
+
+def _modules(found: Footprint, whose: str, of: tuple[str, float]) -> Iterator[str]:
     """Neighbours that hold the same are one line."""
     named = [(_names(alike), alike[0]) for alike in _alike(found.modules)]
-    whole = [sum(getattr(row, column) for row in found.modules) for column in COLUMNS]
-    word, unit = unit_for(max(whole) / 10)
-    width = max([len(name) for name, _ in named] + [len("all of it")])
-    yield f"{f'by module, {word}':<{width}}" + "".join(f"{column:>13}" for column in COLUMNS)
+    whole, (word, unit) = _whole(found), of
+    title = f"by module{whose}, {word}"
+    width = max([len(name) for name, _ in named] + [len("all of it"), len(title)])
+    yield f"{title:<{width}}" + "".join(f"{column:>13}" for column in COLUMNS)
     for name, row in named:
         yield f"{name:<{width}}" + "".join(f"{amount(getattr(row, column), unit):>13}" for column in COLUMNS)
     yield f"{'all of it':<{width}}" + "".join(f"{amount(value, unit):>13}" for value in whole)
@@ -55,7 +117,7 @@ def _names(rows: Sequence[ModuleBytes]) -> str:
 
 def _savings(found: Footprint) -> Iterator[str]:
     if not found.savings:
-        yield "none of recompute, amp, shard and a smaller batch would lower the peak"
+        yield "none of recompute, amp, shard, lean and a smaller batch would lower the peak"
         return
     yield "the peak would be lower with"
     for saving in found.savings:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,49 +27,75 @@ NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def named_optimizer(name: str) -> torch.optim.Optimizer:
+def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """One that is only asked for its state."""
+    kind, options = check_name(name)
+    return kind(parameters, **options)
+
+
+def check_name(name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """What makes the optimizer of this name."""
     from echelon.optim import LAMB, LARS
 
     known: dict[str, tuple[Any, dict[str, Any]]] = {**NAMED, "lars": (LARS, {"lr": 0.1}), "lamb": (LAMB, {"lr": 0.1})}
     if name not in known:
         raise UsageError(f"--optimizer has no '{name}'{nearest(name, known)}: use one of {', '.join(known)}")
-    kind, options = known[name]
-    made: torch.optim.Optimizer = kind([nn.Parameter(torch.empty(0, device="meta"))], **options)
-    return made
+    return known[name]
 
 
-def state_bytes(given: Given, parameter: nn.Parameter, known: dict[Any, int]) -> int:
-    """Of one parameter, by the optimizer that has it; 0 where none has. ``known``: what was found before."""
-    if not parameter.requires_grad:  # never stepped; yet some optimizers keep something from the start
-        return sum(_size(value) for each in _listed(given) for value in each.state.get(parameter, {}).values())
-    for optimizer in _listed(given):
-        for group in optimizer.param_groups:
-            if any(own is parameter for own in group["params"]):
-                return bytes_of_step(optimizer, group, parameter, known)
-    return 0
+def lean_bytes(shape: Sequence[int]) -> int:
+    """Remainder and moments of a lean parameter."""
+    from echelon.lean.places import on_device
+
+    kept = on_device(torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))
+    return sum(_size(value) for value in kept.tensors())
+
+
+Owners = Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]]
+
+
+def owners(given: Given) -> Owners:
+    """By a parameter's id, the optimizer that has it, and in which of its groups."""
+    return {id(p): (each, group) for each in _listed(given) for group in each.param_groups for p in group["params"]}
+
+
+def state_bytes(owned: Owners, parameter: nn.Parameter, shape: Sequence[int], known: dict[Any, int]) -> int:
+    """Of such a part of one parameter; 0 where no optimizer has it. ``known``: what was found before."""
+    if id(parameter) not in owned:
+        return 0
+    optimizer, group = owned[id(parameter)]
+    if parameter.requires_grad:
+        return bytes_of_step(optimizer, group, shape, parameter.dtype, known)
+    # never stepped; yet some optimizers keep something from the start
+    kept = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+    entries = [math.prod(shape) if value.shape == parameter.shape else value.numel() for value in kept]
+    return sum(count * value.element_size() for count, value in zip(entries, kept, strict=True))
 
 
 def bytes_of_step(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, known: dict[Any, int]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    known: dict[Any, int],
 ) -> int:
     """What it keeps for a parameter of such a shape after a step."""
-    key = (id(optimizer), id(group), tuple(parameter.shape), parameter.dtype)
+    key = (id(optimizer), id(group), tuple(shape), dtype)
     if key not in known:
-        known[key] = _stepped(optimizer, group, parameter)
+        known[key] = _stepped(optimizer, group, torch.empty(tuple(shape), dtype=dtype, device="meta"))
     return known[key]
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], value: Tensor) -> int:
     try:
-        return _state_after(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        return _state_after(optimizer, group, value)
     except Exception as error:  # whatever an optimizer of somebody else's may raise
-        if parameter.numel() > MOST:
-            return _from_table(optimizer, parameter, error)
+        if value.numel() > MOST:
+            return _from_table(optimizer, value, error)
     try:  # one that looks at values is given some
-        return _state_after(optimizer, group, torch.zeros(parameter.shape, dtype=parameter.dtype))
+        return _state_after(optimizer, group, torch.zeros(value.shape, dtype=value.dtype))
     except Exception as error:
-        return _from_table(optimizer, parameter, error)
+        return _from_table(optimizer, value, error)
 
 
 def _state_after(optimizer: torch.optim.Optimizer, group: dict[str, Any], value: Tensor) -> int:

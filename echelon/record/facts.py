@@ -220,7 +220,13 @@ class Saving:
 
 @dataclass(frozen=True)
 class Footprint:
-    """memory.json: the peak, the moment at which it lies, and what it is made of then."""
+    """memory.json: the peak, the moment at which it lies, and what it is made of then.
+
+    how:          how it is trained, in words
+    ranks, place: whose it is, and where these stand in the mesh: "stage 0, split 1 of 2"
+    notes:        what it does not tell
+    each:         where ranks hold different things: all of them; this one is that of the fullest
+    """
 
     peak: int
     moment: str
@@ -228,6 +234,11 @@ class Footprint:
     modules: tuple[ModuleBytes, ...]
     savings: tuple[Saving, ...]
     measured: bool
+    how: str = ""
+    ranks: tuple[int, ...] = ()
+    place: str = ""
+    notes: tuple[str, ...] = ()
+    each: tuple[Footprint, ...] = ()
 
     @classmethod
     def of(cls, plain: JSON | None) -> Footprint | None:
@@ -241,6 +252,11 @@ class Footprint:
             modules=tuple(_module(one) for one in objects(plain, "modules")),
             savings=tuple(Saving(text(one, "what"), integer(one, "bytes") or 0) for one in objects(plain, "savings")),
             measured=plain.get("measured") is True,
+            how=text(plain, "how"),
+            ranks=integers(plain, "ranks"),
+            place=text(plain, "place"),
+            notes=texts(plain, "notes"),
+            each=tuple(one for one in map(cls.of, objects(plain, "each")) if one is not None),
         )
 
     def to_json(self) -> JSON:
@@ -251,6 +267,11 @@ class Footprint:
             "modules": [asdict(module) for module in self.modules],
             "savings": [asdict(saving) for saving in self.savings],
             "measured": self.measured,
+            "how": self.how,
+            "ranks": list(self.ranks),
+            "place": self.place,
+            "notes": list(self.notes),
+            "each": [one.to_json() for one in self.each],
         }
 
 

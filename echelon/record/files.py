@@ -27,9 +27,15 @@ def server_file(server: int) -> str:
     return f"server-{server}.jsonl"
 
 
+def memory_file(rank: int) -> str:
+    """What one rank really held; memory.json is what was reckoned for all."""
+    return f"memory-{rank}.json"
+
+
 def is_record(name: str) -> bool:
     """Whether a file of this name is one that a run writes down for itself, apart from its metrics."""
     numbered = name.endswith(".jsonl") and name.startswith(("rank-", "server-"))
+    numbered |= name.endswith(".json") and name.startswith("memory-")
     return name in (RUN, EVENTS, MEMORY) or numbered
 
 

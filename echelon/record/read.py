@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -122,7 +122,7 @@ def read(directory: str | Path) -> Run:
         ranks=_ranks(place, began, facts),
         events=_events(place, began),
         servers={n: _looks(path, began) for n, path in _numbered(place, "server").items()},
-        memory=Footprint.of(json_file(place / MEMORY)),
+        memory=Footprint.of(json_file(place / MEMORY)) or _held(place, facts),
     )
 
 
@@ -183,8 +183,19 @@ def _foretold(record: JSON) -> Foretold | None:
     return Foretold(step, *(number(record, name) for name in names))
 
 
-def _numbered(place: Path, kind: str) -> dict[int, Path]:
-    found = ((re.fullmatch(rf"{kind}-(\d+)\.jsonl", path.name), path) for path in place.glob(f"{kind}-*.jsonl"))
+def _held(place: Path, facts: Facts | None) -> Footprint | None:
+    """What ranks wrote down when they ended: that of the fullest, with all of them. Of ranks that took part only."""
+    ranks = facts.world.size if facts is not None else 0
+    plain = [json_file(path) for rank, path in _numbered(place, "memory", "json").items() if rank < ranks]
+    found = [one for one in map(Footprint.of, plain) if one is not None]
+    if not found:
+        return None
+    fullest = max(found, key=lambda one: one.peak)
+    return replace(fullest, each=tuple(found)) if len(found) > 1 else fullest
+
+
+def _numbered(place: Path, kind: str, suffix: str = "jsonl") -> dict[int, Path]:
+    found = ((re.fullmatch(rf"{kind}-(\d+)\.{suffix}", path.name), path) for path in place.glob(f"{kind}-*.{suffix}"))
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 

@@ -78,23 +78,15 @@ class Recorder:
 
     def closed(self, engine: Engine, error: BaseException | None = None) -> None:
         """The engine trains no more; the launcher, where it is ours, says the rest."""
+        if error is None and self._directory is not None and engine.steps:
+            from echelon.record.tensors import weigh
+
+            weigh(engine, self._directory)
         if self._rank == 0 and error is None:
             self.event("ended", f"training ended after step {engine.steps}")
-            self._weigh(engine)
         elif error is not None and LOG_DIR not in os.environ:
             first = str(error).strip().partition("\n")[0]
             self.event("failed", f"rank {self._rank} failed with {type(error).__name__}: {first}")
-
-    def _weigh(self, engine: Engine) -> None:
-        """On a GPU the allocator has noted the peak."""
-        device = engine.world.device
-        if device.type == "cuda" and self._directory is not None and engine.steps:
-            import torch
-
-            from echelon.footprint.measured import measured, write_measured
-
-            peak = torch.cuda.max_memory_allocated(device)
-            write_measured(self._directory, measured(engine.model, engine.optimizers.values(), peak))
 
     @property
     def _writes(self) -> bool:

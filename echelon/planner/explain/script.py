@@ -63,15 +63,15 @@ def _silent(script: str, code: int) -> str:
 # ---- in the child ----
 
 
-def listen(model: nn.Module, *, optimizer: Any, loss: Any, strategy: Any, sample: Any) -> Any:
+def listen(model: nn.Module, *, optimizer: Any, loss: Any, strategy: Any, plan: Any, cluster: Any, sample: Any) -> Any:
     """What ``distribute()`` returns to a script that is only planned: an engine that plans at its first batch."""
     question = json.loads(Path(os.environ.pop(PLAN_ONLY)).read_text(encoding="utf-8"))
-    waiting = Waiting(question, model, optimizer, loss)
     if "footprint" in question:
         from echelon.footprint.script import Weighing
 
-        waiting = Weighing(question, model, optimizer, loss)
-        waiting.strategy = strategy
+        waiting: Waiting = Weighing(question, model, optimizer, loss, strategy, plan, cluster)
+    else:
+        waiting = Waiting(question, model, optimizer, loss)
     if sample is not None:
         waiting.step(sample)
     return waiting

@@ -135,12 +135,12 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _of_the_zoo(asked: Asked, words: str, cluster: Cluster) -> Source:
-    """``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``, with a batch of made-up data."""
+    """``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``, without memory, and a batch of made-up data."""
     from echelon.zoo.sample import sample
 
     name, *settings = words.split(",")
     values = dict(_setting(setting) for setting in settings)
-    made = sample(name, values, batch=min(asked.batch or SAMPLES, SAMPLES))
+    made = sample(name, values, batch=min(asked.batch or SAMPLES, SAMPLES), device="meta")
     return Source(profile_model(made.model, made.batch, made.loss, name=name, cluster=cluster), made.model)
 
 
