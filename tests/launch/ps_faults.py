@@ -114,38 +114,46 @@ def expected_counts(mode: str, steps: int) -> np.ndarray:
     return -np.repeat(moved[:, None], 2, axis=1)
 
 
-def job(mode: str, victims: list[str], directory: Path, *, steps: int = 60, replica: bool = False) -> Outcome:
+def fresh(words: list[str], directory: Path) -> Any:
+    """``echelon WORDS...`` as its users start it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "echelon", *words],
+        cwd=directory,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def job(
+    mode: str, victims: list[str], directory: Path, *, steps: int = 60, replica: bool = False, start: Any = fresh
+) -> Outcome:
     """One job, whose ``victims`` ("server-1", "rank-0") are killed one after another."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "train.py").write_text(TRAIN)
-    out, said = directory / "out.json", directory / "said"
+    out = directory / "out.json"
     words = [mode, str(steps), str(BATCH), "replica" if replica else "alone", str(out)]
-    command = [sys.executable, "-m", "echelon", "run", "--servers", str(SERVERS), "--workers", str(WORKERS)]
-    with said.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "--max-restarts", "100", "--log-dir", str(directory / "log"), "train.py", *words],
-            cwd=directory,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        recovery: list[float] = []
-        try:
-            if victims:
-                _until(lambda: min(progress(directory)) >= 3, process)
-            for victim in victims:
-                recovery.append(_kill(victim, directory, process))
-            process.wait(timeout=LIMIT)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            file.write(f"\n({error})")
-        finally:
-            process.kill()
-            process.wait()
+    options = ["--servers", str(SERVERS), "--workers", str(WORKERS), "--max-restarts", "100"]
+    process = start(["run", *options, "--log-dir", str(directory / "log"), "train.py", *words], directory)
+    recovery: list[float] = []
+    trouble = ""
+    try:
+        if victims:
+            _until(lambda: min(progress(directory)) >= 3, process)
+        for victim in victims:
+            recovery.append(_kill(victim, directory, process))
+        process.communicate(timeout=LIMIT)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        trouble = f"\n({error})"
+    finally:
+        process.kill()
+        said = "".join(process.communicate())
     result = json.loads(out.read_text()) if out.exists() else None
-    return Outcome(process.returncode, said.read_text(), result, recovery)
+    return Outcome(process.returncode, said + trouble, result, recovery)
 
 
-def _kill(victim: str, directory: Path, process: subprocess.Popen[bytes]) -> float:
+def _kill(victim: str, directory: Path, process: Any) -> float:
     time.sleep(DRAW.uniform(0.0, 0.5))
     _until(lambda: victim in members(directory), process)
     os.kill(members(directory)[victim], signal.SIGKILL)
@@ -164,19 +172,17 @@ def progress(directory: Path) -> list[int]:
 
 
 def members(directory: Path) -> dict[str, int]:
-    """The job's living processes by the names of their logs."""
-    found = {}
+    """The job's living processes by the names of their logs, which they have open."""
+    found, logs = {}, str(directory / "log")
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            if str(directory / "log") not in (entry / "cmdline").read_text().split("\0"):
-                continue
-            env = dict(w.split("=", 1) for w in (entry / "environ").read_text().split("\0") if "=" in w)
-            role = env["TRAINING_ROLE"]
-            found[f"server-{env['ECHELON_SERVER']}" if role == "PSERVER" else f"rank-{env['RANK']}"] = int(entry.name)
+        with contextlib.suppress(OSError):  # one that is ending
+            if entry.name.isdigit() and logs in (entry / "cmdline").read_text(errors="replace").split("\0"):
+                opened = [Path(os.readlink(fd)) for fd in (entry / "fd").iterdir()]
+                found |= {path.stem: int(entry.name) for path in opened if str(path.parent) == logs}
     return found
 
 
-def _until(holds: Any, process: subprocess.Popen[bytes]) -> None:
+def _until(holds: Any, process: Any) -> None:
     end = time.monotonic() + LIMIT
     while not holds():
         assert time.monotonic() < end, "the job stands still"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 from harness import script
 from ps_faults import BATCH, SERVERS, TRAIN, WORKERS, faults, job
 
@@ -15,6 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
 from serving import served
 
 pytestmark = pytest.mark.timeout(600)
+
+
+def warm(words: list[str], directory: Path) -> Forked:
+    """With servers and workers that need no fresh start, neither the first nor those that take their places."""
+    return Forked(words, cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"}, warm=True)
 
 
 def undisturbed(mode: str, directory: Path, steps: int = 60) -> dict[str, Any]:
@@ -28,5 +35,5 @@ def undisturbed(mode: str, directory: Path, steps: int = 60) -> dict[str, Any]:
 
 def test_sync_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     plain = undisturbed("sync", tmp_path / "plain")
-    killed = job("sync", ["server-1", "rank-0"], tmp_path / "killed", replica=True)
+    killed = job("sync", ["server-1", "rank-0"], tmp_path / "killed", replica=True, start=warm)
     assert faults("sync", killed, plain) == []
