@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+_ALONE = str(tree_flatten(None)[1])
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -26,6 +28,8 @@ class Parts:
 
 def take_apart(value: Any) -> Parts:
     """``value`` as leaves. ``None`` is a leaf, as for torch."""
+    if isinstance(value, Tensor):
+        return Parts([value], _ALONE, _only)
     outer, structure = tree_flatten(value)
     inner = [_open(leaf) for leaf in outer]
     pattern = str(structure) + "".join(f"{at}:{one.pattern}" for at, one in enumerate(inner) if one.pattern)
@@ -80,7 +84,11 @@ def _open(leaf: Any) -> Parts:
 
 
 def _closed(leaf: Any) -> Parts:
-    return Parts([leaf], "", lambda leaves: next(iter(leaves)))
+    return Parts([leaf], "", _only)
+
+
+def _only(leaves: Iterable[Any]) -> Any:
+    return next(iter(leaves))
 
 
 def _next(remaining: Iterator[Any], count: int) -> list[Any]:

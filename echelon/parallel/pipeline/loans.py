@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from echelon.parallel.pipeline.glue import MOST_KNOWN, is_changed, lend
 from echelon.plan.foretell import entered, placeholder
-
-MOST_KNOWN = 10_000  # kinds of input; where lengths vary, there are many
 
 
 class Loans:
@@ -17,7 +17,7 @@ class Loans:
     the time of a small model's interleaved step."""
 
     def __init__(self, known: dict[Hashable, Tensor], borrower: tuple[int, int]) -> None:
-        self._known, self._borrower = known, borrower
+        self._known, self.borrower = known, borrower
         self._out: list[Hashable] = []
 
     def given(self, key: str, like: Tensor) -> Tensor:
@@ -28,23 +28,32 @@ class Loans:
         """As something that a unit returned."""
         return self._lend(key, like, renewed)
 
+    def all_made(self, prefix: str, leaves: Sequence[Any]) -> list[Any]:
+        """As all that a unit returned."""
+        return [
+            self.made(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf for at, leaf in enumerate(leaves)
+        ]
+
     def _lend(self, key: str, like: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        if like.layout != torch.strided:
-            return make(like)
-        look = (self._borrower, key, torch.is_grad_enabled(), like.shape, like.stride(), like.dtype, like.device)
-        self._out.append(look)
-        if look not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[look] = make(like)
-        return self._known[look]
+        with torch._C.DisableTorchFunctionSubclass():
+            if like.layout != torch.strided:
+                return make(like)
+            look = (self.borrower, key, torch.is_grad_enabled(), like.shape, like.stride(), like.dtype, like.device)
+            self._out.append(look)
+            found = self._known.get(look)
+            if found is None:
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                found = self._known[look] = lend(make(like))
+            return found
 
     def settle(self) -> None:
         """The pass is over. One that glue has changed in place would keep what it has put into it."""
-        for look in self._out:
-            lent = self._known.get(look)
-            if lent is not None and (lent._version or lent.requires_grad != (lent.grad_fn is not None)):
-                del self._known[look]
+        with torch._C.DisableTorchFunctionSubclass():
+            for look in self._out:
+                lent = self._known.get(look)
+                if lent is not None and is_changed(lent):
+                    del self._known[look]
 
 
 def renewed(leaf: Tensor) -> Tensor:

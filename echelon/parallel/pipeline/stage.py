@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.errors import UsageError
-from echelon.parallel.pipeline.loans import MOST_KNOWN, Loans, renewed
+from echelon.parallel.pipeline.glue import MOST_KNOWN, Glue, surroundings
+from echelon.parallel.pipeline.loans import Loans, renewed
 from echelon.parallel.split.spread import whole
 from echelon.plan.foretell import foretell, is_placeholder, mixing, placeholder
 from echelon.plan.leaves import Parts, take_apart, tensors_of
@@ -64,7 +65,8 @@ class StageRunner:
             stage: [part for name, at in recording.units.items() if at == stage for part in self._units[name].modules()]
             for stage in stages
         }
-        self._outlook = _Outlook()
+        self._glue = Glue()
+        self._outlook = _Outlook(self._glue)
         self._lent: dict[Hashable, Tensor] = {}
         self._seen: dict[int, Seen] = {}
         self._running: dict[tuple[int, int], _Kept] = {}
@@ -101,7 +103,7 @@ class StageRunner:
         _forget_auxiliary(self._own[stage])
         leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
         loans = Loans(self._lent, (stage, micro))
-        running = _Pass(plan, self._units, leaves, self._outlook, loans, self._seen.get(micro))
+        running = _Pass(plan, self._units, leaves, self._outlook, self._glue, loans, self._seen.get(micro))
         deferred = self._defer() if self._defer and self._training else None
         with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
             result = running.run(self._call, plan.batch(self._batches[micro], loans))
@@ -125,10 +127,12 @@ class StageRunner:
         return [loss]
 
     def _collect_auxiliary(self, stage: int, micro: int) -> list[Tensor]:
-        found = [value for part in self._own[stage] if (value := part.__dict__.get(AUXILIARY)) is not None]
+        left = [part.__dict__[AUXILIARY] for part in self._own[stage] if AUXILIARY in part.__dict__]
+        found = [value for value in left if value is not None]
         for value in found:
             self.auxiliary[micro] = self.auxiliary.get(micro, torch.zeros((), device=value.device)) + value.detach()
-        _forget_auxiliary(self._own[stage])
+        if found:
+            _forget_auxiliary(self._own[stage])
         return found
 
     # ---- backward ----
@@ -172,7 +176,8 @@ class _StagePlan:
 
     def batch(self, whole: Any, loans: Loans) -> Any:
         """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
-        leaves, structure = tree_flatten(whole)
+        flat = type(whole) is tuple and all(isinstance(leaf, Tensor) for leaf in whole)
+        leaves, structure = (whole, None) if flat else tree_flatten(whole)
         if len(leaves) != len(self._inputs):
             raise UsageError(
                 f"the batch has {len(leaves)} parts, but had {len(self._inputs)} when stages were cut; give batches of "
@@ -182,7 +187,7 @@ class _StagePlan:
             leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed, loans)
             for at, (leaf, needed) in enumerate(zip(leaves, self._inputs, strict=True))
         ]
-        return tree_unflatten(mine, structure)
+        return tuple(mine) if structure is None else tree_unflatten(mine, structure)
 
     def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: Loans) -> Tensor:
         if not needed:
@@ -223,11 +228,12 @@ class _Pass:
         units: Mapping[str, nn.Module],
         received: Mapping[str, Tensor],
         outlook: _Outlook,
+        glue: Glue,
         loans: Loans,
         seen: Seen | None,
     ) -> None:
         self._plan, self._units, self._received, self._seen = plan, units, received, seen
-        self._outlook, self._loans = outlook, loans
+        self._outlook, self._glue, self._loans = outlook, glue, loans
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
         self.made: dict[str, Tensor] = {}  #: what other stages need
@@ -235,7 +241,7 @@ class _Pass:
     def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
         """What ``call`` returns, or None where this stage ends before it does."""
         try:
-            with listening(self._unit_called), mixing():
+            with listening(self._unit_called), mixing(), self._glue:
                 result: T | None = call(batch)
         except PassEnded:
             result = None
@@ -263,9 +269,9 @@ class _Pass:
         return self._own(name, prefix, call_plainly(module, args, kwargs))
 
     def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._seen.get(prefix) if self._seen is not None else None
-        parts = known or self._outlook.on(name, module, args, kwargs)
-        return parts.together(self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves))
+        seen = self._seen.get(prefix) if self._seen is not None else None
+        parts = seen or self._outlook.on(name, module, args, kwargs)
+        return parts.together([self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves)])
 
     def _arrived(self, key: str, leaf: Any) -> Any:
         if key not in self._received:
@@ -280,17 +286,14 @@ class _Pass:
         if self._seen is not None:
             self._seen[prefix] = self._for_other_stages(prefix, parts)
         return parts.together(
-            self._leaving(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
-            for at, leaf in enumerate(parts.leaves)
+            [
+                self._leaving(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
+                for at, leaf in enumerate(parts.leaves)
+            ]
         )
 
     def _for_other_stages(self, prefix: str, output: Parts) -> Parts:
-        return take_apart(
-            output.together(
-                self._loans.made(f"seen/{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
-                for at, leaf in enumerate(output.leaves)
-            )
-        )
+        return take_apart(output.together(self._loans.all_made(f"seen/{prefix}", output.leaves)))
 
     def _leaving(self, key: str, leaf: Tensor) -> Tensor:
         """What glue of this pass gets: nothing real where only other stages use it."""
@@ -314,12 +317,22 @@ class _Pass:
 class _Outlook:
     """What foreign units return, as placeholders. Asked of each unit once for each kind of input."""
 
-    def __init__(self) -> None:
+    def __init__(self, glue: Glue) -> None:
+        self._glue = glue
         self._known: dict[Hashable, Parts] = {}
 
     def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        """Of the very placeholders of an earlier pass the glue knows at once, without looking at them."""
+        asked = self._glue.question(name, module.training, args, kwargs)
+        if asked is None:
+            return self._told(name, module, args, kwargs)
+        known = self._glue.recall(asked[0]) or self._glue.keep(*asked, [], self._told(name, module, args, kwargs))
+        found: Parts = known.result
+        return found
+
+    def _told(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
         given = take_apart((args, kwargs))
-        key = (name, module.training, _surroundings(), given.pattern, *map(_looks, given.leaves))
+        key = (name, module.training, surroundings(), given.pattern, *map(_looks, given.leaves))
         try:
             if key in self._known:
                 return self._known[key]
@@ -341,11 +354,6 @@ def _bare(output: Parts) -> Parts:
     return Parts(lent, again.pattern, again.together)
 
 
-def _surroundings() -> Hashable:
-    precision = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), *precision
-
-
 def _looks(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.layout
@@ -363,7 +371,7 @@ def _to_send(root: Tensor) -> Tensor:
 
 def _forget_auxiliary(parts: Sequence[nn.Module]) -> None:
     for part in parts:
-        if part.__dict__.get(AUXILIARY) is not None:
+        if AUXILIARY in part.__dict__:
             part.__dict__[AUXILIARY] = None
 
 

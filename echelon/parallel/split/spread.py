@@ -153,6 +153,8 @@ for _name in OPERATORS:
 
 def whole(tree: Any) -> Any:
     """``tree`` with every Spread in it gathered."""
+    if isinstance(tree, Tensor):
+        return tree
     return pytree.tree_map(
         lambda leaf: leaf.whole() if isinstance(leaf, Spread) else leaf, tree, is_leaf=lambda x: isinstance(x, Spread)
     )
