@@ -36,6 +36,7 @@ import echelon
 from echelon import Log, Strategy, annotate, pipeline, stage
 from echelon.memory.companion import Memory, describe
 from echelon.memory.device import Transfer
+from echelon.memory.memories import Memories
 from echelon.parallel.collective import gather_json
 
 BATCH = 32
@@ -63,27 +64,28 @@ def work(case: str, blocks: int, steps: int) -> None:
     batch = torch.randn(BATCH, 3, 32, 32, generator=g), torch.randint(10, (BATCH,), generator=g)
     for _ in range(4):  # optimizer state, banks, both slots
         engine.step(*batch)
-    where, pairs = engine._memories, []
+    memories, pairs = engine._memories, []
     for _ in range(blocks):
         pair = []
-        for kept in (where, None):
+        for kept in (memories, None):
             engine._memories = kept
-            pair.append(block(engine, batch, steps, where.pid))
+            pair.append(block(engine, memories, batch, steps))
         pairs.append(pair)
-    engine._memories = where
-    alone = [looked(engine, batch) for _ in range(5)]
+    alone = [looked(engine, memories, batch) for _ in range(5)]
+    engine._memories = memories
     if world.rank == 0:
         print(json.dumps({"pairs": pairs, "alone": alone}), flush=True)
     engine.close()
 
 
-def block(engine: Any, batch: Any, steps: int, memory: int) -> tuple[float, float]:
+def block(engine: Any, memories: Memories, batch: Any, steps: int) -> tuple[float, float]:
     """Seconds a step, and processor seconds a step of all processes together."""
     dist.barrier()
+    memory = memories.where.pid
     began, busy, served = time.perf_counter(), time.process_time(), busy_of(memory)
     for _ in range(steps):
         engine.step(*batch)
-    engine._copies._courier.wait()
+    memories.copies._courier.wait()
     took, busy = time.perf_counter() - began, time.process_time() - busy
     every = gather_json(busy, engine.world.control)
     return took / steps, (sum(every) + busy_of(memory) - served) / steps
@@ -94,12 +96,10 @@ def busy_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def looked(engine: Any, batch: Any) -> float:
+def looked(engine: Any, memories: Memories, batch: Any) -> float:
     """Seconds of a copy in the foreground without moving bytes and without waiting for others."""
-    engine._memories, kept = None, engine._memories
     engine.step(*batch)
-    engine._memories = kept
-    copies = engine._copies
+    copies = memories.copies
     copies._courier.wait()
     moved: list[float] = []
     plain = Transfer.copy

@@ -5,30 +5,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from echelon.annotation import Marks
 from echelon.fast.lines import lines
+from echelon.parallel.update import parameters_of
 from echelon.plan import Plan
 from echelon.slices import placement_table
 from echelon.world import World
 
 
-def announcement(world: World, plan: Plan, notices: Collection[str]) -> Iterator[str]:
+def announcement(
+    world: World,
+    plan: Plan,
+    notices: Collection[str],
+    model: nn.Module,
+    held: Mapping[str, Tensor],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    statistics: bool,
+) -> Iterator[str]:
+    """All of it.
+
+    held:       what is in place of some of the model's parameters
+    statistics: replicas each have batch-norm statistics of their own
+    """
     yield f"{world.size} x {world.device.type} ({world.backend}), {world.place.launcher}"
     yield from plan.describe().splitlines()
     yield from lines(plan.fast)
     yield from notices
+    if statistics:
+        remedy = "" if plan.local else "; sync_batch_norm=True gives those of one process"
+        yield f"batch norm: statistics per replica (inexact){remedy}"
+    yield from _left_out(model, held, {id(p) for p in parameters_of(optimizers)})
 
 
-def local_statistics(plan: Plan) -> str:
-    """Of a plan whose replicas each have batch-norm statistics of their own."""
-    remedy = "" if plan.local else "; sync_batch_norm=True gives those of one process"
-    return f"batch norm: statistics per replica (inexact){remedy}"
-
-
-def left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[int]) -> Iterator[str]:
-    """Parameters that no optimizer has; ``held`` are in place of the model's own, ``owned`` are by identity."""
+def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[int]) -> Iterator[str]:
+    """Parameters that no optimizer has; those it has are known by identity."""
     trained = [(name, held.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
     left = [name for name, p in trained if id(p) not in owned]
     if left:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from echelon import world as worlds
-from echelon.annotation import collect
+from echelon.annotation import Marks, collect
 from echelon.elastic import Elastic, fitted, rule_in_force
 from echelon.engine import Engine
 from echelon.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
@@ -72,56 +73,111 @@ def distribute(
     if PLAN_ONLY in os.environ:
         from echelon.planner.explain.script import listen
 
-        said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
-        return listen(model, optimizer=optimizer, loss=loss, **said)  # type: ignore[no-any-return]
+        return listen(model, optimizer=optimizer, loss=loss, strategy=strategy, sample=sample)  # type: ignore[no-any-return]
     world = worlds.current()
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model.to(world.device)
-    witness = _witness(model, strategy)
+    witness, trial = _witness(model, strategy), find_trial()
     optimizers, asked = _named(optimizer), strategy or Strategy()
     served = _served(model, asked, optimizers, world)
     world = _world_of(served, world)
-    marks, here = collect(model), world.place.local_world_size
-    terms = (asked, marks, plan, cluster, elastic)
-    asked, marks, plan, cluster, elastic = terms if witness is None else witness.terms(*terms)
-    trial, saved = find_trial(), find_saved(plan)
+    terms = Terms(asked, collect(model), plan, cluster, elastic)
+    terms = terms if witness is None else Terms(*witness.terms(*terms))
+    settled = _settle(terms, world, model, optimizers, served, found=trial is not None)
     if trial is not None or witness is not None:  # it leaves no trace
         checkpoint, log = None, Log(console=False)
-    if trial or saved or asked.auto:
-        refuse_company(asked, marks, cluster, served is not None, planned=saved is not None)
-    rule = rule_in_force(elastic, by_servers=served is not None and served.dense)
-    marks, slices, reshaped = fitted(rule, marks, cluster or current_cluster(), world.size, here)
-    made = make_plan(model, optimizers, asked, world.size, here, marks, slices)
-    if not (trial or saved or asked.auto):  # plans that are found say it themselves
-        made = quickened(made, asked, world, model, optimizers, served is not None)
-    fast = asked.fast is not False
-    choosing = Choosing(_described(asked.part(Auto), rule, world.size), world, model, loss, optimizers, fast)
+    choosing = _choosing(settled, world, model, loss, optimizers)
     engine = Engine(
-        *(world, Groups(world.backend), model, loss, optimizers, _listed(scheduler), made, marks, checkpoint),
-        *(log or Log(), served, choosing, rule),
+        *(world, Groups(world.backend), model, loss, optimizers, _listed(scheduler), settled.plan, settled.marks),
+        *(checkpoint, log or Log(), served, choosing, settled.rule, trial),
     )
-    engine.trial = trial
-    engine.record.settings(strategy_settings(asked))
+    engine.record.settings(strategy_settings(settled.strategy))
     report(world)
-    if reshaped is not None:
-        engine.say(reshaped)
+    if settled.reshaped is not None:
+        engine.say(settled.reshaped)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
-    if trial is not None:
-        choosing.run(engine, trial.candidate, batch)
-    elif saved is not None:
-        choosing.run(engine, saved, batch, origin_of(plan))
-    elif asked.auto is None:
-        engine.begin(_checked(plan, made) if isinstance(plan, Plan) else made, marks, batch)
-        _say_what_is_idle(engine, asked)
-    elif batch is not None:
-        choosing.by_sample(engine, batch)
+    _begin(engine, choosing, settled, terms.plan, batch)
     engine.resume()
     if served is not None:
         served.begin()
     if trial is None and (checkpoint is not None or _copies(served)):
         engine.heed_signals()
     return engine if witness is None else witness.attend(engine)
+
+
+_OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
+
+
+class Terms(NamedTuple):
+    """What was asked for, by the script and by the model's marks."""
+
+    strategy: Strategy
+    marks: Marks
+    plan: Plan | SavedPlan | str | Path | None
+    cluster: Slices | None
+    elastic: Elastic | None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is gone by on this number of ranks.
+
+    plan:     made from strategy and marks; where another one is ``saved`` or to be found, until then
+    reshaped: a line where ranks do not make the shape that was asked for
+    """
+
+    strategy: Strategy
+    marks: Marks
+    plan: Plan
+    saved: SavedPlan | None
+    rule: Elastic | None
+    reshaped: str | None
+
+
+def _settle(
+    terms: Terms,
+    world: World,
+    model: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    served: Served | None,
+    found: bool,
+) -> Settled:
+    """``found``: the plan is a candidate that is tried."""
+    asked, marks, saved, here = terms.strategy, terms.marks, find_saved(terms.plan), world.place.local_world_size
+    found = found or saved is not None or bool(asked.auto)
+    if found:
+        refuse_company(asked, marks, terms.cluster, served is not None, planned=saved is not None)
+    rule = rule_in_force(terms.elastic, by_servers=served is not None and served.dense)
+    marks, slices, reshaped = fitted(rule, marks, terms.cluster or current_cluster(), world.size, here)
+    plan = make_plan(model, optimizers, asked, world.size, here, marks, slices)
+    if not found:  # plans that are found say it themselves
+        plan = quickened(plan, asked, world, model, optimizers, served is not None)
+    return Settled(asked, marks, plan, saved, rule, reshaped)
+
+
+def _choosing(
+    settled: Settled,
+    world: World,
+    model: nn.Module,
+    loss: LossFunction | None,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> Choosing:
+    auto = _described(settled.strategy.part(Auto), settled.rule, world.size)
+    return Choosing(auto, world, model, loss, optimizers, settled.strategy.fast is not False)
+
+
+def _begin(engine: Engine, choosing: Choosing, settled: Settled, given: Any, batch: Any) -> None:
+    """Have the engine go by its plan; with ``auto`` and no batch yet it begins with the first one."""
+    if engine.trial is not None:
+        choosing.run(engine, engine.trial.candidate, batch)
+    elif settled.saved is not None:
+        choosing.run(engine, settled.saved, batch, origin_of(given))
+    elif settled.strategy.auto is None:
+        engine.begin(_checked(given, settled.plan) if isinstance(given, Plan) else settled.plan, settled.marks, batch)
+        _say_what_is_idle(engine, settled.strategy)
+    elif batch is not None:
+        choosing.by_sample(engine, batch)
 
 
 def _witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
@@ -145,9 +201,6 @@ def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | No
 def _copies(served: Served | None) -> bool:
     """Whether ranks keep copies of their state with their launchers; servers keep that of their workers."""
     return whole_number(os.environ, COPIES, 0) > 0 and not (served is not None and served.dense)
-
-
-_OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
 
 
 def _say_what_is_idle(engine: Engine, asked: Strategy) -> None:

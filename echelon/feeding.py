@@ -49,10 +49,13 @@ class Feeding:
         beginning.replicas = self._replicas
         self._share: int | None = None  # how many samples of the latest batch count
 
-    def judged(self, dataset: Any, batch_size: int) -> Loader:
-        """For an evaluation: this replica's share of it, or all where replicas cannot bring their shares together."""
+    def judged(self, data: Any, batch_size: int | None) -> Any:
+        """For an evaluation, in batches: of a data set this replica's share, or all of it where replicas cannot bring
+        their shares together; else ``data``, which is in batches already."""
+        if batch_size is None and not is_data_set(data):
+            return data
         alone: dict[str, Any] = {"rank": 0, "world_size": 1} if self._replicas != self._plan.replicas else {}
-        return self.loader(dataset, batch_size=batch_size, shuffle=False, uneven="join", **alone)
+        return self.loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join", **alone)
 
     def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
         """``ahead`` is shown each batch before the one that comes before it is handed out."""

@@ -20,12 +20,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from echelon.environment import LEAVE_MARK
+from echelon.environment import LEAVE_MARK, REQUEUE
 from echelon.world import World
 
 #: Signals that ask a rank to save and leave.
@@ -74,8 +74,14 @@ class Leaving:
             requests.stop_after(next_meeting())
         return chosen == step
 
+    def leave(self, step: int, saved_in: str | None, say: Callable[[str], None]) -> NoReturn:
+        """End this process, whose state after ``step`` is kept."""
+        kept = f"saved step {step} in {saved_in}" if saved_in else f"step {step} is in the launchers' memory"
+        say(f"asked to end by {self._reason}: {kept}; exit code {REQUEUE} asks to be started again")
+        raise SystemExit(REQUEUE)
+
     @property
-    def reason(self) -> str:
+    def _reason(self) -> str:
         """The name of the signal, whichever rank it reached."""
         return self._asked or (self._requests.reason() if self._requests is not None else "")
 

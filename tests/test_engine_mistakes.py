@@ -90,7 +90,7 @@ def late_nan(directory: str) -> None:
     echelon.init()
     net = nn.Linear(2, 1)
     engine = echelon.distribute(net, loss=lambda out: out.mean() * float("nan"), optimizer=sgd(net), log=QUIET)
-    engine._lag = 1
+    engine._passes.losses.lag = 1
     engine.step(torch.ones(3, 2))
     engine.save(directory)
 

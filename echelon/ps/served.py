@@ -297,6 +297,12 @@ class Served:
         assert self.client is not None
         return [answer.head for answer in self.client.ask(op="stats")]
 
+    def leave(self, done: bool, say: Callable[[str], None] | None) -> None:
+        """At the end of the run. ``say``: where this worker speaks for all."""
+        if done and say is not None and (line := self.summary()) is not None:
+            say(line)
+        self.close(done)
+
     def close(self, done: bool = True) -> None:
         """Leave the job; ``done``: this worker has nothing more to say."""
         if self.client is None:

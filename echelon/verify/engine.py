@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from echelon.parallel.whole import put_together, whole_state
 from echelon.verify.batches import Pieces
 from echelon.verify.wide import widened
 from echelon.verify.witness import Witness
-
-if TYPE_CHECKING:
-    from echelon.parallel.pipeline.train import MicroBatches, Staged
 
 
 class Witnessed(Engine):
@@ -34,16 +32,11 @@ class Witnessed(Engine):
             batch, named = widened(batch), widened(named)
         return super().step(*batch, samples=samples, **named)
 
-    def _step(self, inputs: Any, count: float) -> Tally:
+    def _pass(self, inputs: Any, count: float) -> Tally | StagedTally:
         inputs, count = self.witness.batch(self, inputs, count)
-        tally = super()._step(inputs, count)
-        self.witness.loss(self, tally.loss, count)
-        return tally
-
-    def _staged_step(self, inputs: Any, count: float, staged: Staged | MicroBatches) -> StagedTally:
-        inputs, count = self.witness.batch(self, inputs, count)
-        with self.witness.listening():
-            tally = super()._staged_step(inputs, count, staged)
+        staged = self._assembled().staged is not None
+        with self.witness.listening() if staged else contextlib.nullcontext():  # else around the forward alone
+            tally = super()._pass(inputs, count)
         self.witness.loss(self, tally.loss, count)
         return tally
 
@@ -86,7 +79,7 @@ class Witnessed(Engine):
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for its batch."""
-        return self._speaks
+        return self._passes.speaks
 
     @property
     def replica(self) -> int:
@@ -116,7 +109,7 @@ class Witnessed(Engine):
     def whole_weights(self) -> dict[str, Tensor]:
         """Parameters and buffers, as ``whole_state`` has them."""
         held = self._assembled().holdings
-        with self._explained(), self._as_one_model():
+        with self._company.explained(), self._one.shown():
             return whole_state(held, self.world.control, self._holds_parts)
 
     @property

@@ -30,13 +30,14 @@ class Losses:
     """
 
     def __init__(self, rank: int, on_gpu: bool) -> None:
-        self._rank, self._lag = rank, 1 if on_gpu else 0
+        self._rank = rank
+        self.lag = 1 if on_gpu else 0  #: steps
         self.group: dist.ProcessGroup | None = None
         self._waiting: list[tuple[int, Late, Counted]] = []
 
     def note(self, step: int, tally: Counted) -> None:
         self._waiting.append((step, Late(tally.loss, "loss"), tally))
-        self._look(self._lag)
+        self._look(self.lag)
 
     def look(self) -> None:
         """At all of them, now: nothing is kept that came of a loss nobody has looked at."""

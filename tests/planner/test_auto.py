@@ -70,7 +70,7 @@ def train(
     if fed != "hand":
         batches = engine.loader(data, batch_size=TOTAL // ranks, shuffle=False)
     losses = [float(engine.step(*batch)) for batch in itertools.islice(batches, stop)]
-    foretold = engine._found.predicted if engine._found else None
+    foretold = engine.found.predicted if engine.found else None
     memory = foretold.memory[0] if foretold else None
     shown = {"losses": losses, "weights": engine.whole_state(), "plan": engine.plan, "memory": memory, **before}
     engine.close()

@@ -1,0 +1,124 @@
+"""TrainingPasses: a rank's forward and backward, from a batch to a loss of all ranks and gradients that are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.errors import UsageError
+from echelon.evaluate import Judged
+from echelon.fast.path import FastPath, plain_pass
+from echelon.objective import Objective, count_samples, scalar
+from echelon.parallel.grid import Grid
+from echelon.parallel.tally import StagedTally, Tally
+from echelon.plan import Plan
+from echelon.watch.clock import Clock
+from echelon.watch.losses import Losses
+from echelon.world import World
+
+if TYPE_CHECKING:
+    from echelon.assembly import Parts
+    from echelon.parallel.pipeline.train import MicroBatches, Staged
+
+
+def refuse_own_loop(plan: Plan, served: bool) -> None:
+    """Where losses cannot be handed over one by one, with ``add`` and ``reduce``."""
+    if plan.pipeline is not None:
+        raise UsageError("a pipeline runs its own backward, micro-batch by micro-batch; call engine.step()")
+    if served:
+        raise UsageError("sparse tables and parameter servers are trained by engine.step(), not by backward()")
+    if plan.gradient_merge > 1:
+        raise UsageError("gradient_merge belongs to engine.step(); in your own loop call engine.update() less often")
+
+
+class TrainingPasses:
+    """As the plan says: at once, by the fast path, or micro-batch by micro-batch through a pipeline.
+
+    group: who shares every step; None where ranks step alone
+    """
+
+    def __init__(
+        self,
+        world: World,
+        grid: Grid,
+        parts: Parts,
+        objective: Objective,
+        fast: FastPath | None,
+        group: dist.ProcessGroup | None,
+        clock: Clock,
+    ) -> None:
+        self._device, self._objective, self._clock = world.device, objective, clock
+        self.losses = Losses(world.rank, on_gpu=world.device.type == "cuda")
+        self.losses.group = world.control if group else None
+        self._gradients, self._scaler, self._staged = parts.gradients, parts.scaler, parts.staged
+        self._group, self._op = group, parts.plan.reduce_op
+        self._pass = plain_pass if fast is None else fast.run
+        self._is_last = grid.at["stage"] == grid.size("stage") - 1
+        # Of all ranks that work on one batch, one speaks for it.
+        self.speaks = self._is_last and (parts.plan.spread or grid.at["split"] == 0)
+        self._given = torch.zeros(())  # sum of the losses that ``add`` was given since ``reduce``
+
+    def run(self, batch: Any, count: float, step: int, forward: Callable[[Any], Tensor]) -> Tally | StagedTally:
+        """A pass of ``step``; the last of those that are merged for an update reduces gradients too.
+
+        count:   of the batch's samples
+        forward: from a batch to its loss
+        """
+        if self._staged is None:
+            tally: Tally | StagedTally = self._at_once(batch, count, step, forward)
+        else:
+            tally = self._by_stages(batch, count, step, self._staged)
+        self._note(step, tally)
+        return tally
+
+    def add(self, loss: Tensor) -> None:
+        """For a loop of the user's own: backward of this loss, and nothing else until ``reduce``."""
+        self._gradients.add_local(scalar(loss))
+        self._given = self._given + loss.detach()
+
+    def reduce(self, optimizers: Collection[str], weight: float, step: int) -> Tally:
+        """What has been added, for these optimizers; this rank counts in the mean as ``weight``."""
+        tally = Tally(self._given.to(self._device), weight, self._op, self._group)
+        self._gradients.reduce(optimizers, weight, tally, step)
+        self._note(step, tally)
+        self._given = torch.zeros(())
+        return tally
+
+    def judge(self, batch: Any) -> list[Judged]:
+        """Output and loss of a batch; of a pipeline, micro-batch by micro-batch, where the last stage is.
+
+        It counts on the rank that speaks for it. Others have it too, since metrics of split outputs take all of them.
+        """
+        if self._staged is not None:
+            judged = self._staged.evaluate(batch)
+        else:
+            judged = [Judged(batch, *self._objective(batch), count_samples(batch))]
+        return judged if self.speaks else [each._replace(samples=0) for each in judged]
+
+    def _at_once(self, batch: Any, count: float, step: int, forward: Callable[[Any], Tensor]) -> Tally:
+        loss, backward = self._pass(batch, forward)
+        self._clock.lap("forward")
+        tally = Tally(loss, count, self._op, self._group, self._gradients.ride)
+        self._gradients.add(backward, count, tally, self._clock, step)
+        return tally
+
+    def _by_stages(self, batch: Any, count: float, step: int, staged: Staged | MicroBatches) -> StagedTally:
+        tally = StagedTally(count, self._is_last, self._op, self._group, self._device)
+
+        def train(weight: Tensor | float) -> None:
+            tally.close(staged.train(batch, weight))
+
+        self._gradients.add(train, count, tally, self._clock, step, staged.passes)
+        return tally
+
+    def _note(self, step: int, tally: Tally | StagedTally) -> None:
+        """Raise on every rank, before the update, when the global loss is not finite.
+
+        With a loss scale that is an overflow like others: its gradients are not finite, and the step is skipped.
+        """
+        if not self._scaler.active:
+            self.losses.note(step + 1, tally)
