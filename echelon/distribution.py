@@ -73,7 +73,8 @@ def distribute(
     if PLAN_ONLY in os.environ:
         from echelon.planner.explain.script import listen
 
-        return listen(model, optimizer=optimizer, loss=loss, strategy=strategy, sample=sample)  # type: ignore[no-any-return]
+        said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
+        return listen(model, optimizer=optimizer, loss=loss, **said)  # type: ignore[no-any-return]
     world = worlds.current()
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
