@@ -323,7 +323,7 @@ def test_every_rank_holds_what_is_said_of_it(ranks: int) -> None:
             said = {kind: sum(getattr(row, kind) for row in one.modules) for kind in KINDS}
             assert said == counted, (name, rank)
             assert {kind: written.kinds[kind] for kind in KINDS} == counted, (name, rank)
-            if strategy.shard is None and strategy.lean is None:
+            if "shard 3" not in name:  # there autograd keeps weights as well, which are gone until backward comes
                 # what goes round block 0 is made on stage 1 as well, which keeps the words' numbers for it
                 again = _bytes(batch[0]) if (name, rank) == ("stages", 1) else 0
                 assert sum(row.activations for row in one.modules) + again == kept, (name, rank)

@@ -77,6 +77,8 @@ def _chain(model: nn.Module, name: str, kept: Mapping[str, int]) -> Segments:
 def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dict[int, Kept]:
     shadow, split = Shadow(profile.model, []), plan.mesh.get("split", 1)
     batch = placed(profile.placeholders(samples))
+    if plan.lean is not None:
+        _narrow(shadow.model)
     with contextlib.ExitStack() as within_all:
         group = within_all.enter_context(nobody(split))
         if split > 1:
@@ -96,6 +98,14 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
     del loss  # so far it held what was kept
     torch.clear_autocast_cache()
     return found
+
+
+def _narrow(model: nn.Module) -> None:
+    """Trained weights in bf16, as lean has them: autocast makes no copies of these."""
+    with placeholder_mode(), torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 class _Keeping:

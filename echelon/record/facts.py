@@ -198,6 +198,10 @@ def _span(plain: Any) -> Span | None:
         return None
 
 
+#: The moment of what was measured where no allocator notes a peak.
+BETWEEN = "between two steps"
+
+
 @dataclass(frozen=True)
 class ModuleBytes:
     """What a module holds itself, without those inside it that have a line of their own."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from echelon.parallel.holdings import Holdings, held_parameters
 from echelon.plan.foretell import is_placeholder
-from echelon.record.facts import Footprint, ModuleBytes
+from echelon.record.facts import BETWEEN, Footprint, ModuleBytes
 from echelon.record.files import memory_file, write_whole
 from echelon.record.place import place_in_words
 
@@ -47,7 +47,7 @@ def measured(
     shown = sorted(rows, key=lambda row: -(row.parameters + row.optimizer))[:ROWS]
     return Footprint(
         peak=sum(kinds.values()) + buffers if peak is None else peak,
-        moment="between two steps" if peak is None else "",
+        moment=BETWEEN if peak is None else "",
         kinds={**kinds, "activations": rest, "buffers": buffers},
         modules=tuple(row for row in rows if row in shown) if len(rows) > ROWS else tuple(rows),
         savings=(),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from echelon import amounts
 from echelon.pages.bars import Bar, stacked
-from echelon.record.facts import Footprint, ModuleBytes
+from echelon.record.facts import BETWEEN, Footprint, ModuleBytes
+from echelon.record.place import ranks_in_words
 from echelon.record.read import Run
 from echelon.report.sections.table import Table
 
@@ -37,10 +38,13 @@ class Bars:
 
 @dataclass(frozen=True)
 class Holding:
+    """moment: the fullest rank's; notes: what the figures do not tell"""
+
     bars: list[Bars]
     moment: str
     modules: Table | None
     savings: Table | None
+    notes: tuple[str, ...] = ()
 
 
 def holding(run: Run) -> Holding | None:
@@ -49,22 +53,37 @@ def holding(run: Run) -> Holding | None:
     modules, savings = _modules(footprint), _savings(footprint)
     if not bars and modules is None:
         return None
-    return Holding(bars, _moment(footprint), modules, savings)
+    return Holding(bars, _moment(footprint), modules, savings, footprint.notes if footprint else ())
 
 
 def _moment(footprint: Footprint | None) -> str:
     if footprint is None or not footprint.peak:
         return ""
     how = "measured" if footprint.measured else "reckoned"
+    if footprint.moment == BETWEEN:
+        return f"Between two steps {_whose(footprint)} holds {amounts.size(footprint.peak)} ({how})."
     when = f", in the {footprint.moment}" if footprint.moment else ""
-    return f"The peak of rank 0 is {amounts.size(footprint.peak)}{when} ({how})."
+    return f"The peak of {_whose(footprint)} is {amounts.size(footprint.peak)}{when} ({how})."
+
+
+def _whose(footprint: Footprint) -> str:
+    """``ranks 0 and 2 (stage 0)``; what says nothing of it was written by rank 0."""
+    ranks = ranks_in_words(footprint.ranks or (0,))
+    return f"{ranks} ({footprint.place})" if footprint.place else ranks
 
 
 def _footprint(footprint: Footprint | None) -> Bars | None:
-    if footprint is None or not any(footprint.kinds.values()):
+    """Of every kind of rank, where they differ."""
+    every = [] if footprint is None else list(footprint.each or (footprint,))
+    there = [
+        (_whose(one), {name: float(value) for name, value in one.kinds.items() if value > 0}, 0.0)
+        for one in every
+        if any(one.kinds.values())
+    ]
+    if footprint is None or not there:
         return None
-    kinds = {name: float(value) for name, value in footprint.kinds.items() if value > 0}
-    return _bars("What the peak is made of", [("rank 0", kinds, 0.0)])
+    between = footprint.moment == BETWEEN
+    return _bars("What ranks hold between two steps" if between else "What the peak is made of", there)
 
 
 def _peaks(run: Run) -> Bars | None:
@@ -110,19 +129,32 @@ def _modules(footprint: Footprint | None) -> Table | None:
     if footprint is None or not footprint.modules:
         return None
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    ordered = sorted(footprint.modules, key=lambda module: (-_total(module), module.name))[:MOST_MODULES]
+    found = _by_module(footprint.each or (footprint,))
+    ordered = sorted(found, key=lambda module: (-_total(module), module.name))[:MOST_MODULES]
     unit, scale = amounts.unit_for(_total(ordered[0]))
+    several = len(set(found.values())) > 1
     rows = [
         (
             module.name or "(the model itself)",
+            *((ranks_in_words(found[module]),) if several else ()),
             *(amounts.amount(getattr(module, kind), scale) for kind in kinds),
             amounts.amount(_total(module), scale),
         )
         for module in ordered
     ]
-    left = len(footprint.modules) - len(ordered)
+    left = len(found) - len(ordered)
     caption = f"Modules by what they hold, {unit}{f'; {left} smaller ones are left out' if left else ''}"
-    return Table(caption, ("module", *kinds, "in all"), rows, tuple(range(1, 7)))
+    head = ("module", *(("on",) if several else ()), *kinds, "in all")
+    return Table(caption, head, rows, tuple(range(1 + several, 7 + several)))
+
+
+def _by_module(every: Sequence[Footprint]) -> dict[ModuleBytes, tuple[int, ...]]:
+    """What modules hold, and the ranks on which they hold that."""
+    found: dict[ModuleBytes, list[int]] = {}
+    for one in every:
+        for module in one.modules:
+            found.setdefault(module, []).extend(one.ranks or (0,))
+    return {module: tuple(sorted(ranks)) for module, ranks in found.items()}
 
 
 def _total(module: ModuleBytes) -> int:
