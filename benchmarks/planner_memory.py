@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from planner_memory_models import CASES, ON_CPU, ON_GPU
 
-from echelon.planner.cost.memory import memory
+from echelon.planner.cost.memory import Place, fullest
 from echelon.planner.draft import Draft
 from echelon.planner.model.profile import Profile, profile
 from echelon.planner.prediction import Memory
@@ -87,9 +87,10 @@ def compare(case: str, setting: str, anatomy: Profile, optimizer: str, device: s
     """One row for each rank along the stage axis; of replicas the fullest counts."""
     draft = draft_for(case, setting, len(anatomy.names))
     room = workspace() if device == "cuda" else 0.0
-    foretold = memory(anatomy, draft, optimizer=optimizer, place="cuda" if device == "cuda" else "cpu", workspace=room)
+    place: Place = "cuda" if device == "cuda" else "cpu"
+    foretold = fullest(anatomy, draft, optimizer=optimizer, place=place, workspace=room)
     ranks = measured(case, draft, optimizer, anatomy.names, device)
-    for stage, one in enumerate(foretold):
+    for stage, one in enumerate(moment.memory for moment in foretold):
         peers = [ranks[replica * draft.stage + stage] for replica in range(draft.replicate)]
         peak = max(peer["peak"] for peer in peers)
         yield {

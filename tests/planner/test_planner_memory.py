@@ -17,7 +17,7 @@ from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 from echelon.planner.anatomy import Pass, Sheet, Unit
 from echelon.planner.cost.in_flight import moments
-from echelon.planner.cost.memory import memory
+from echelon.planner.cost.memory import fullest
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.draft import Draft
 from echelon.planner.model.profile import Profile, profile
@@ -66,6 +66,10 @@ def unit(**figures: float) -> Unit:
 
 
 FOUR = Model(tuple(unit() for _ in range(4)))
+
+
+def memory(model: Any, draft: Draft, *limits: Any, **options: Any) -> list[Memory]:
+    return [one.memory for one in fullest(model, draft, *limits, **options)]
 
 
 def total(model: Model, place: Any = "cpu", optimizer: str = "sgd", **options: Any) -> list[float]:

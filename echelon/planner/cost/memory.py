@@ -52,38 +52,6 @@ SINGLE = {
 WORKSPACE = 8.125 * 2**20  # what matrix products take for themselves on a GPU, for as long as the process lives
 
 
-def memory(
-    profile: Anatomy,
-    draft: Draft,
-    limits: Sequence[float] | float = (),
-    *,
-    system: System = ECHELON,
-    optimizer: str = "adam",
-    place: Place = "cuda",
-    workspace: float | None = None,
-    ranks: Iterable[int] | None = None,
-) -> tuple[Memory, ...]:
-    """What every rank along the stage axis holds at its fullest moment; the replica with the largest share of a batch.
-
-    limits:    bytes that each rank may use, or one number for all; () is no limit
-    optimizer: one of system.state
-    place:     GPUs update all weights at once and need room for it; CPUs send gradients as pairs of messages
-    workspace: bytes that libraries take for themselves
-    ranks:     only those
-    """
-    found = fullest(
-        profile,
-        draft,
-        limits,
-        system=system,
-        optimizer=optimizer,
-        place=place,
-        workspace=workspace,
-        ranks=ranks,
-    )
-    return tuple(one.memory for one in found)
-
-
 @dataclass(frozen=True)
 class Fullest:
     """The fullest moment of a rank: while: forward, backward, exchange or update; unit: in which one, where in one."""
@@ -104,7 +72,14 @@ def fullest(
     workspace: float | None = None,
     ranks: Iterable[int] | None = None,
 ) -> tuple[Fullest, ...]:
-    """As ``memory``, with the moment."""
+    """What every rank along the stage axis holds when it holds most; the replica with the largest share of a batch.
+
+    limits:    bytes that each rank may use, or one number for all; () is no limit
+    optimizer: one of system.state
+    place:     GPUs update all weights at once and need room for it; CPUs send gradients as pairs of messages
+    workspace: bytes that libraries take for themselves
+    ranks:     only those
+    """
     sheet = profile.sheet(_samples(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
     facts = Facts(draft, system, optimizer, place, room)

@@ -104,7 +104,7 @@ class Costs:
 
     def memory(self, draft: Draft, placement: Placement, ranks: Iterable[int] | None = None) -> tuple[Memory, ...]:
         """Of every rank along the stage axis, or of ``ranks`` alone."""
-        from echelon.planner.cost.memory import memory
+        from echelon.planner.cost.memory import fullest
 
         limits = [
             min(device.memory for kind in placement.replicas for device, _ in kind.workers[rank])
@@ -112,9 +112,10 @@ class Costs:
         ]
         on_cpu = all(device.name.startswith("CPU") for device in self.cluster.kinds)
         place: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
-        return memory(
+        found = fullest(
             self.profile, draft, limits, system=self.system, optimizer=self.optimizer, place=place, ranks=ranks
         )
+        return tuple(one.memory for one in found)
 
     def _check(self, draft: Draft) -> None:
         units = len(self.profile.names)
