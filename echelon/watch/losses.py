@@ -36,8 +36,11 @@ class Losses:
         self._waiting: list[tuple[int, Late, Counted]] = []
 
     def note(self, step: int, tally: Counted) -> None:
-        self._waiting.append((step, Late(tally.loss, "loss"), tally))
-        self._look(self.lag)
+        if self.lag or self._waiting:
+            self._waiting.append((step, Late(tally.loss, "loss"), tally))
+            self._look(self.lag)
+        elif not math.isfinite(tally.loss.item()):
+            self._refuse(step, tally)
 
     def look(self) -> None:
         """At all of them, now: nothing is kept that came of a loss nobody has looked at."""
