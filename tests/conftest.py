@@ -1,12 +1,16 @@
-"""Which files go first: those that take longest, so that at the end no worker is left alone with one of them."""
+"""Which files go first: those that take longest, so that at the end no worker is left alone with one of them. And one
+fork server for all workers."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: workers and their ranks share two cores
+
+import fork_server
 
 LONGEST = (
     "test_zoo_learning.py",
@@ -22,8 +26,18 @@ LONGEST = (
     "test_hosts.py",
     "test_hybrid.py",
     "test_run.py",
+    "test_bench.py",
     "test_ps_faults.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["fork_server"] = fork_server.offer()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    fork_server.join(getattr(config, "workerinput", {}).get("fork_server", {}))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

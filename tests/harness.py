@@ -43,6 +43,8 @@ context.set_forkserver_preload(
 )
 
 
+#: By this name pytest's workers know who they are, and their ranks whose they are.
+WORKER = "PYTEST_XDIST_WORKER"
 #: Seconds after which ranks hang, however busy the machine.
 LIMIT = 150.0
 
@@ -123,8 +125,9 @@ def script(path: str, args: Sequence[str]) -> str:
 def free_port() -> int:
     """A port that nobody else takes before it is used: apart from those the kernel deals out, from those that jobs of
     Slurm agree on, and from those of other pytest workers."""
+    worker = int(os.environ.get(WORKER, "gw0").removeprefix("gw"))
     for number in _ports:
-        port = 10000 + 1000 * _worker + number % 1000
+        port = 10000 + 1000 * worker + number % 1000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -132,7 +135,6 @@ def free_port() -> int:
     raise AssertionError("unreachable")
 
 
-_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _ports = itertools.count(os.getpid() % 1000)
 
 
@@ -175,8 +177,9 @@ def _rank_entry(pipe: Connection, env: dict[str, str], rank_main: Callable[..., 
 
 
 def _environment(rank: int, ranks: int, hosts: int, port: int) -> dict[str, str]:
+    own = {WORKER: os.environ[WORKER]} if WORKER in os.environ else {}
     if ranks == 1:
-        return {}
+        return own
     here = ranks // hosts
     values = {
         "RANK": rank,
@@ -187,7 +190,7 @@ def _environment(rank: int, ranks: int, hosts: int, port: int) -> dict[str, str]
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in values.items()}
+    return own | {name: str(value) for name, value in values.items()}
 
 
 def _story(end: Raised | Died) -> str:
