@@ -14,6 +14,7 @@ def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):
     return Host(name, name, address, (), hosts, node_rank, serves)
 
 
+@pytest.mark.usefixtures("warm")
 def test_hosts_stand_as_their_node_ranks_say_whoever_came_first(tmp_path):
     write(
         tmp_path / "where.py",

@@ -209,6 +209,7 @@ def test_only_a_process_that_stays_stopped_is_overdue() -> None:
         sleeper.wait()
 
 
+@pytest.mark.usefixtures("warm")
 def test_workers_that_are_bound_come_back_together_at_another_place(tmp_path: Path) -> None:
     write(
         tmp_path / "bound.py",
@@ -295,6 +296,7 @@ while True:
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_launcher_that_is_asked_to_go_lets_the_workers_save_by_their_servers(tmp_path: Path) -> None:
     """What was saved are the weights of one process after as many steps: all workers see the same sample."""
     write(tmp_path / "train.py", LEAVE)

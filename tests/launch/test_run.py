@@ -135,6 +135,7 @@ def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_p
         assert log.read_text() == f"{pid}\nechelon: use something else\n"
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_killed_rank_is_blamed_not_those_that_lost_it(tmp_path):
     """Rank 0's Gloo error comes at once and is an exception; rank 1's end is silent. Rank 1 is the cause."""
     write(
@@ -148,6 +149,7 @@ def test_a_killed_rank_is_blamed_not_those_that_lost_it(tmp_path):
     assert "Traceback" not in end.err  # rank 0's is in its log only
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_restart_begins_anew_and_collectives_work_before_and_after(tmp_path):
     write(
         tmp_path / "again.py",
@@ -195,6 +197,7 @@ def test_a_stopped_launcher_leaves_no_process(tmp_path, number):
         assert end.err.splitlines() == [f"echelon: stopped by {number.name}; no process is left"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_hostile_bytes_at_the_jobs_port_do_not_disturb_it(tmp_path):
     write(
         tmp_path / "steady.py",
@@ -217,6 +220,7 @@ def test_hostile_bytes_at_the_jobs_port_do_not_disturb_it(tmp_path):
     assert end.out.endswith("ended well 20.0\n")
 
 
+@pytest.mark.usefixtures("warm")
 def test_nothing_listens_beyond_loopback_on_one_host(tmp_path):
     """A plain torch script too: its store is served by the launcher, its Gloo bound to loopback."""
     write(
