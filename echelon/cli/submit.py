@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from echelon.cli.options import Args, Module
+
 submit = typer.Typer(help="Hand a job to a cluster: Slurm or Kubernetes.", no_args_is_help=True)
 _SCRIPT_IS_LAST = {"allow_interspersed_args": False}
 
 Script = Annotated[str, typer.Argument(help="The script to run (or, with -m, the module), as the hosts see it.")]
-Args = Annotated[list[str] | None, typer.Argument(help="Everything after the script is the script's.")]
-Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")]
 Run = Annotated[str, typer.Option(help="Options for 'echelon run' on every host: --run '--max-restarts 3'.")]
 DryRun = Annotated[bool, typer.Option(help="Print what would be submitted, and do nothing.")]
 

@@ -1,0 +1,48 @@
+"""``echelon export`` and ``echelon fetch-data``: what comes in and goes out as files."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a directory whose newest is taken.")],
+    out: Annotated[str, typer.Argument(help="The file to write: .safetensors, or .parquet for a sparse table.")],
+    *,
+    table: Annotated[
+        str | None, typer.Option(help="The sparse table to write, in place of the model's weights.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's weights, or one of its sparse tables, into one file."""
+    if table is not None or out.endswith(".parquet"):
+        from echelon.ps.export import export_checkpoint
+
+        count = export_checkpoint(checkpoint, out, table)
+        print(f"echelon: {count:,} rows of {checkpoint} written to {out}")
+        return
+    from echelon.checkpoint import export as write
+    from echelon.checkpoint import find
+
+    found = find(checkpoint)
+    count = write(found, out)
+    print(f"echelon: {count} tensors of {found} written to {out}")
+
+
+def fetch_data(
+    spec: Annotated[str, typer.Argument(help="A .yaml or .json file that names the files, or its URL.")],
+    *,
+    out: Annotated[str, typer.Option(help="The folder to fetch into.")] = "data",
+    worker: Annotated[int, typer.Option(help="With --workers: which of them this is, from 0 on.")] = 0,
+    workers: Annotated[int, typer.Option(help="Fetch every N-th file only, from --worker on.")] = 1,
+    parallel: Annotated[int | None, typer.Option(help="Files at once.", show_default="the spec's, or 8")] = None,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with a token for the server, where it asks for one.")
+    ] = None,
+) -> None:
+    """Fetch the files that a spec names, whole and verified; what is there already is left alone."""
+    from echelon.data import Downloader
+
+    given = Downloader(spec, out, worker=worker, workers=workers, parallel=parallel, token_env=token_env)
+    print(f"echelon: {len(given.fetch())} files in {out}, as {spec.split('?')[0]} has them")

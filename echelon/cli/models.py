@@ -1,0 +1,52 @@
+"""``echelon train`` and ``echelon zoo``: models that are there already."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from echelon.cli.options import AsJson
+
+
+def train(
+    words: Annotated[list[str] | None, typer.Argument(metavar="--NAME VALUE ...")] = None,
+) -> None:
+    """Train a model of the zoo: echelon train --model_name lenet --dataset_name digits --procs 2."""
+    from echelon.zoo.train.command import train_words
+
+    raise typer.Exit(train_words(words or []))
+
+
+zoo = typer.Typer(help="The models and data sets that 'echelon train' knows.", no_args_is_help=True)
+
+
+@zoo.command("list")
+def zoo_list(*, as_json: AsJson = False) -> None:
+    """All models and data sets, in a line each."""
+    from echelon.zoo.show import listed
+
+    print(listed(as_json))
+
+
+@zoo.command("show")
+def zoo_show(
+    name: Annotated[str, typer.Argument(help="A model or a data set.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """One model: parameters, arithmetic, memory, recommended strategy, its own settings. Or one data set."""
+    from echelon.zoo.show import shown
+
+    print(shown(name, as_json))
+
+
+@zoo.command("copy")
+def zoo_copy(
+    name: Annotated[str, typer.Argument(help="A model.")],
+    out: Annotated[str | None, typer.Argument(help="The script to write.", show_default="NAME.py")] = None,
+) -> None:
+    """Write a model and its training loop into a script of your own, to be changed at will."""
+    from echelon.zoo.copy import copy_model
+
+    print(f"echelon: {copy_model(name, out)}")

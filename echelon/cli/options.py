@@ -1,0 +1,18 @@
+"""Options that several commands have, each written down once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")]
+Args = Annotated[list[str] | None, typer.Argument(help="Everything after the script is the script's.")]
+ScriptArgs = Annotated[list[str] | None, typer.Argument(help="A script's own arguments, after --.")]
+Inputs = Annotated[
+    str | None,
+    typer.Option("--input", help="One sample, where no batch comes with the model: 3x224x224, int64:128:30522."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+AllAsJson = Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")]
+LogDirectory = Annotated[str, typer.Argument(metavar="DIR", help="The log directory of a run.")]
