@@ -107,7 +107,7 @@ def scalar(loss: Any) -> Tensor:
         raise LossError(f"the loss must be a tensor, got {type(loss).__name__}; compute it with torch operations")
     if loss.numel() != 1:
         raise LossError(f"the loss must be one number, got shape {tuple(loss.shape)}; take its mean")
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _own_loss(output: Any) -> Any:

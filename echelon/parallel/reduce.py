@@ -101,8 +101,9 @@ class Reducer:
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
-        with torch.no_grad():  # inside backward it is so
-            self._send(everything=True)
+        if self._next < len(self._buckets):
+            with torch.no_grad():  # inside backward it is so
+                self._send(everything=True)
         self._armed = False
         for bucket in self._buckets:
             bucket.turn()
