@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 BROWSER = os.environ.get("ECHELON_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-LIMIT = 30.0
+LIMIT = 100.0
 #: The browser reads what it is told from descriptor 3, and answers on 4.
 _BECOME = """
 import fcntl, os, sys

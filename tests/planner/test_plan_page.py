@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from harness import LIMIT
 
 from echelon.pages.passage import MOST_EVENTS
 from echelon.plan.schedule import make_schedule
@@ -235,7 +236,7 @@ def test_in_a_browser_nothing_is_wider_than_the_window(tmp_path: Path, width: in
     assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     command += [f"--window-size={width},1000", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
-    drawn = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    drawn = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
     found = re.search(r"<title>measured (-?\d+) (\d+) (\d+)</title>", drawn)
     assert found, drawn[:500]
     wider, outside, flat = map(int, found.groups())
