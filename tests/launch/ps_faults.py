@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from members import members
 
 SERVERS, WORKERS, BATCH = 2, 2, 8
 LIMIT = 120.0  # seconds without progress that are taken for a hang
@@ -155,8 +156,9 @@ def job(
 
 def _kill(victim: str, directory: Path, process: Any) -> float:
     time.sleep(DRAW.uniform(0.0, 0.5))
-    _until(lambda: victim in members(directory), process)
-    os.kill(members(directory)[victim], signal.SIGKILL)
+    logs = directory / "log"
+    _until(lambda: victim in members(logs), process)
+    os.kill(members(logs)[victim], signal.SIGKILL)
     began, before = time.monotonic(), progress(directory)
     _until(lambda: all(now > then for now, then in zip(progress(directory), before, strict=True)), process)
     return time.monotonic() - began
@@ -168,17 +170,6 @@ def progress(directory: Path) -> list[int]:
     for worker in range(WORKERS):
         with contextlib.suppress(OSError, ValueError):
             found[worker] = int((directory / f"progress-{worker}").read_text())
-    return found
-
-
-def members(directory: Path) -> dict[str, int]:
-    """The job's living processes by the names of their logs, which they have open."""
-    found, logs = {}, str(directory / "log")
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # one that is ending
-            if entry.name.isdigit() and logs in (entry / "cmdline").read_text(errors="replace").split("\0"):
-                opened = [Path(os.readlink(fd)) for fd in (entry / "fd").iterdir()]
-                found |= {path.stem: int(entry.name) for path in opened if str(path.parent) == logs}
     return found
 
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import harness
+import pytest
 from command import echelon
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
@@ -51,6 +52,7 @@ def served(name: str, *args: str, servers: int, cwd: Path) -> str:
     return serving.served(said, name, args, str(cwd), servers=servers, workers=2)[0]
 
 
+@pytest.mark.usefixtures("warm")
 def test_digits_learns_and_says_where_everything_is(tmp_path: Path) -> None:
     out = launched(["--procs", 2], "digits.py", "--epochs", 5, "--dir", tmp_path / "run", cwd=tmp_path)
     found = re.search(r"accuracy on 297 unseen images: ([\d.]+)%", out)

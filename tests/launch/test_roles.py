@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from command import (
     write,
 )
 from harness import free_port
+from members import members
 
 from echelon.checkpoint import Stored, find
 from echelon.launcher.stall import process_state
@@ -75,17 +75,9 @@ known = join()
 INIT = TALK.replace("find_role()", "echelon.init() and echelon.world.current().role")
 
 
-def processes(directory: Path, *, log: str = "log") -> dict[str, int]:
-    """The job's processes by their name ("server-0", "rank-1"): all that carry its log directory and have a role."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            if str(directory / log) in (entry / "cmdline").read_text().split("\0"):
-                env = environment(int(entry.name))
-                role = env["TRAINING_ROLE"]
-                name = f"server-{env['ECHELON_SERVER']}" if role == "PSERVER" else f"rank-{env['RANK']}"
-                found[name] = int(entry.name)
-    return found
+def processes(directory: Path) -> dict[str, int]:
+    """The job's processes by their name ("server-0", "rank-1")."""
+    return members(directory / "log")
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -150,6 +142,7 @@ def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_pat
     assert gone(tmp_path)
 
 
+@pytest.mark.usefixtures("warm")
 def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Path) -> None:
     """A server at the same endpoint, then a worker under the same id; the worker beside it stays the same process.
 
@@ -329,6 +322,7 @@ def test_workers_that_left_by_themselves_are_not_started_again(tmp_path: Path) -
     assert end.err == f"echelon: host {socket.gethostname()} has saved and asks to be started again\n"
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Path) -> None:
     write(tmp_path / "talk.py", TALK)
     port = free_port()
@@ -341,6 +335,7 @@ def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Pa
     assert end.code == 1
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_worker_that_does_not_come_is_named_after_the_time_to_join(tmp_path: Path) -> None:
     write(
         tmp_path / "talk.py",
@@ -354,6 +349,7 @@ def test_a_worker_that_does_not_come_is_named_after_the_time_to_join(tmp_path: P
     assert gone(tmp_path)
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_hosts_share_their_servers(tmp_path: Path) -> None:
     """One launcher brings both servers and worker 0, which ends first; the servers stay for the other's worker 1."""
     write(
@@ -397,6 +393,7 @@ def test_one_script_is_worker_or_server_as_it_is_told(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_state_of_a_job_that_was_stopped_is_what_the_next_goes_on_from(tmp_path: Path) -> None:
     write(
         tmp_path / "talk.py",

@@ -1,0 +1,18 @@
+"""The processes of a job, found by the logs that they have open: of forked ones /proc shows another environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def members(logs: Path) -> dict[str, int]:
+    """The job's living processes by the names of their logs: "server-0", "rank-1"."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # one that is ending
+            if entry.name.isdigit() and str(logs) in (entry / "cmdline").read_text(errors="replace").split("\0"):
+                opened = [Path(os.readlink(fd)) for fd in (entry / "fd").iterdir()]
+                found |= {path.stem: int(entry.name) for path in opened if (path.parent, path.suffix) == (logs, ".log")}
+    return found
