@@ -199,11 +199,86 @@ def alone_and_by_rank() -> None:
     train(Layers(ByRank(8, 8)), Strategy(localsgd=True))
 
 
+class Nets(nn.Module):
+    """Two that train against each other; ``judged`` is a layer of the judge's."""
+
+    def __init__(self, judged: nn.Module, norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        inner = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.generator = nn.Sequential(nn.Linear(4, 8), inner, nn.Tanh(), nn.Linear(8, 6))
+        self.judge = nn.Sequential(nn.Linear(6, 8), judged, nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+
+def adversaries(
+    judged: nn.Module, strategy: Strategy | None = None, *, samples: bool = True, noise: float = 0, penalty: bool = True
+) -> None:
+    """Batches of a loader, noise of the script's own, a penalty on gradients, several passes for an update, two
+    optimizers. Without a strategy the last batch is uneven, and there is no batch norm."""
+    nets = Nets(judged, norm=strategy is not None)
+    optimizers = {
+        "judge": torch.optim.Adam(nets.judge.parameters(), lr=0.01),
+        "generator": torch.optim.SGD(nets.generator.parameters(), lr=0.1 * echelon.world_size(), momentum=0.9),
+    }
+    engine = echelon.distribute(nets, optimizer=optimizers, strategy=strategy, log=echelon.Log(console=False))
+    data = torch.randn(12 if strategy else 9, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        for real in engine.loader(data, batch_size=3, uneven="join"):
+            count = len(real) if samples else None
+            fake = nets.generator(torch.randn(len(real), 4))
+            engine.backward(F.softplus(-nets.judge(F.dropout(real, noise))).mean())
+            if penalty:
+                mixed = torch.lerp(real, fake.detach(), torch.rand(len(real), 1)).requires_grad_()
+                [slope] = torch.autograd.grad(nets.judge(mixed).sum(), mixed, create_graph=True)
+                engine.backward(slope.square().sum(1).mean())
+            engine.backward(F.softplus(nets.judge(fake.detach())).mean())
+            engine.update("judge", samples=count)
+            if strategy is not None and strategy.shard:  # all weights are handed round after an update
+                fake = nets.generator(torch.randn(len(real), 4))
+            engine.backward(F.softplus(-nets.judge(fake)).mean())
+            engine.update("generator", samples=count)
+
+
 def own_loop() -> None:
+    adversaries(middle())
+
+
+def own_loop_sharded() -> None:
+    adversaries(middle(), Strategy(shard=1, clip=0.5))
+
+
+def own_loop_summed() -> None:
+    """One optimizer, and data that the loop draws for itself, without a loader."""
     model = Layers(middle())
-    engine = echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    engine.backward(model(torch.ones(2, 6)).sum())
-    engine.update()
+    summed = Strategy(reduction=echelon.Reduction(op="sum"))
+    engine = echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), strategy=summed)
+    for _ in range(STEPS):
+        engine.backward(F.mse_loss(model(torch.randn(5, 6)), torch.rand(5, 3)))
+        engine.update()
+
+
+def own_loop_by_rank() -> None:
+    adversaries(ByRank(8, 8))
+
+
+def own_loop_backward_by_rank() -> None:
+    adversaries(WrongBackward(8, 8), penalty=False)
+
+
+def own_loop_uneven() -> None:
+    adversaries(middle(), samples=False)
+
+
+def own_loop_with_dropout() -> None:
+    adversaries(middle(), noise=0.5)
+
+
+def step_and_loop() -> None:
+    model = Layers(middle())
+    engine = echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy)
+    for x, y in batches():
+        engine.step(x, y)
+        engine.backward(model(x).mean())
 
 
 def two_models() -> None:
@@ -271,6 +346,51 @@ def test_exact_plans_are_the_same(body: Callable[[], None], tmp_path: Path) -> N
         assert verdict.compared[0] >= 2  # outputs of some layers, too, whatever the plan
         assert "lr of group 0" in verdict.options  # which the ranks' own was taken for
     assert not verdict.unrest
+
+
+# ---- loops of their own ----
+
+
+@pytest.mark.parametrize("body", [own_loop, own_loop_sharded, own_loop_summed], ids=lambda f: f.__name__)
+def test_loops_of_their_own_are_the_same(body: Callable[[], None], tmp_path: Path) -> None:
+    steps = STEPS if body is own_loop_summed else 6  # through the uneven batch, and into the second epoch
+    verdict = verified(body, tmp_path, steps)
+    assert verdict.status == "same", conclusion(verdict)
+    if body is not own_loop_summed:
+        assert [row.optimizer for row in verdict.rows] == ["judge", "generator"] * 3
+        assert "lr of group" in verdict.options
+    for row in verdict.rows:
+        assert row.loss == pytest.approx(row.reference, rel=2e-6)
+        assert row.gradient is not None
+        assert row.weight is not None
+        assert row.gradient.relative < 2e-5
+        assert row.gradient.name.startswith(row.optimizer), "what the other optimizer steps is not reduced"
+    assert verdict.compared[0] >= 4
+    assert not verdict.stray
+
+
+def test_in_a_loop_of_its_own_the_layer_is_named_too(tmp_path: Path) -> None:
+    parting = verified(own_loop_by_rank, tmp_path / "forward").parting
+    assert parting is not None
+    assert (parting.what, parting.where, parting.kind, parting.step) == ("outputs", "judge.1", "ByRank", 1)
+    parting = verified(own_loop_backward_by_rank, tmp_path / "backward").parting
+    assert parting is not None
+    assert (parting.what, parting.step) == ("gradients", 1)
+    assert parting.where in ("judge.0.weight", "judge.0.bias")
+
+
+def test_uneven_batches_that_count_alike_are_told(tmp_path: Path) -> None:
+    verdict = verified(own_loop_uneven, tmp_path, 6)
+    assert verdict.parting is not None
+    assert (verdict.parting.what, verdict.parting.step) == ("loss", 3)
+    assert "give engine.update(samples=len(x))" in conclusion(verdict)
+
+
+def test_random_numbers_that_cannot_be_followed_are_named(tmp_path: Path) -> None:
+    verdict = verified(own_loop_with_dropout, tmp_path)
+    assert verdict.status == "differs"
+    assert verdict.stray == ("dropout",)
+    assert any("random numbers are in play that each rank draws for itself: dropout" in line for line in notes(verdict))
 
 
 # ---- not the same ----
@@ -347,9 +467,9 @@ def test_a_strategy_does_not_excuse_a_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (own_loop, "a loop of its own"),
+        (step_and_loop, "trains by engine.step() and by engine.backward()"),
         (two_models, "distribute() more than once"),
-        (on_servers, "parameter servers are not verified"),
+        (on_servers, "parameter servers are not followed"),
         (strange_batch, "the batch holds a object"),
     ],
 )

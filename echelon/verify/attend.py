@@ -25,8 +25,8 @@ def find_witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
         question.refuse("the script calls distribute() more than once, and verify follows one model; verify them apart")
     if (strategy and strategy.ps) or any(isinstance(module, SparseEmbedding) for module in model.modules()):
         question.refuse(
-            "parameter servers are not verified: mode 'sync' equals one process, and others depend on who comes first; "
-            "verify the model without them"
+            "parameter servers are not followed: verify the model without them (mode 'sync' equals one process; what "
+            "'async' and 'geo' come to depends on who comes first)"
         )
     _begun.append(question)
     silenced = still(model)

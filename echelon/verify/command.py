@@ -27,6 +27,13 @@ from echelon.zoo.train.launcher import run_command
 _OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
+#: What one process is given in place of its own, where the script does not call ``engine.step()``.
+OF_A_LOOP = (
+    "a loop of its own is given the batches of all ranks where they come from a loader, and their random numbers; what "
+    "it takes in from elsewhere is its own"
+)
+
+
 class Stopped(Exception):
     """By a signal, which has been told already."""
 
@@ -154,14 +161,18 @@ def check_answer(asked: Asked, question: Question, code: int, where: str) -> Non
     if question.answered(question.role) is not None and code == 0:
         return
     if code:
-        raise _Failed(f"verify: '{asked.script}' failed {where}; what it said is above")
+        told = (question.answered("plan") or {}) if question.role == "reference" else {}
+        why = f": {OF_A_LOOP}" if told.get("own_loop") else ""
+        raise _Failed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
     taken = int(question.noted("steps") or 0)
     if not question.noted("begun"):
         raise UsageError(
             f"verify: '{asked.script}' never called echelon.distribute(), so that there is nothing to compare"
         )
     if not taken:
-        raise UsageError(f"verify: '{asked.script}' ended without engine.step(); let it train, or give it more data")
+        raise UsageError(
+            f"verify: '{asked.script}' ended without engine.step() or update(); let it train, or give it more data"
+        )
     steps = f"{taken} steps" if taken > 1 else "1 step"
     raise UsageError(
         f"verify: '{asked.script}' took {steps} {where}, and {asked.steps} were asked for; give --steps {taken}, or it "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from echelon.data import Loader
 from echelon.engine import Engine
 from echelon.parallel.layout import Part
 from echelon.parallel.tally import StagedTally, Tally
@@ -51,8 +52,18 @@ class Witnessed(Engine):
         losses = [super(Witnessed, self)._loss(piece.batch) * piece.weight for piece in inputs.pieces]
         return torch.stack(losses).sum()
 
+    def backward(self, loss: Tensor) -> None:
+        super().backward(self.witness.backward(self, loss))
+
+    def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
+        self.witness.update(self, optimizer, samples)
+        super().update(optimizer, samples)
+
+    def loader(self, dataset: Any, **options: Any) -> Loader:
+        return self.witness.loader(super().loader(dataset, **options))
+
     def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        if self.witness.gradients(self):
+        if self.witness.gradients(self, list(optimizers)):
             super()._update_weights(optimizers)
 
     def _rate_factor(self, step: int) -> float:
@@ -63,12 +74,6 @@ class Witnessed(Engine):
         self.witness.applied(self)
 
     # ---- what it leaves undone ----
-
-    def backward(self, loss: Tensor) -> None:
-        self.witness.question.refuse(
-            "a loop of its own (backward and update) cannot be given the batches of all ranks; verify follows "
-            "engine.step(batch)"
-        )
 
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Nothing: the script's files are not touched."""
@@ -98,10 +103,16 @@ class Witnessed(Engine):
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """By name, whole, in host memory, as they are about to be applied. All ranks call it."""
+    @property
+    def allows_own_loop(self) -> bool:
+        """Whether ``backward`` and ``update`` go with the plan, which is known."""
+        return self.plan.pipeline is None and self.served is None and self._choosing is None
+
+    def whole_gradients(self, optimizers: Sequence[str]) -> dict[str, Tensor]:
+        """Of what these step: by name, whole, in host memory, as they are about to be applied. All ranks call it."""
         held = self._assembled().holdings
-        found = {name: value.grad for name, value in held.parameters.items() if value.grad is not None}
+        stepped = {name for key in optimizers for group in held.groups[key] for name in group}
+        found = {n: value.grad for n, value in held.parameters.items() if n in stepped and value.grad is not None}
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
         mine: dict[str, Tensor | Part] = {name: held.part(name, grad.detach()) for name, grad in dense.items()}
         return put_together(mine, held.speaks, self.world.control if self._holds_parts else None)

@@ -25,7 +25,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Row:
-    """One step. gradient: None where an overflow has skipped it"""
+    """One update. gradient: None where an overflow has skipped it; optimizer: which, in a loop with several"""
 
     step: int
     loss: float
@@ -33,6 +33,7 @@ class Row:
     difference: float
     gradient: Largest | None
     weight: Largest | None
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Verdict:
     """status: "same", "expected" (not the same, and the strategy explains it) or "differs"
     compared: how many of how many modules put out something that adds up over ranks, and was compared
     passes:   in how many one process took a global batch, and why
+    stray:    what drew random numbers in a loop of its own that could not be followed
+    unseen:   nothing of what a loop of its own takes in was seen
     wide:     the steps once more in 64 bits, where the runs parted in 32 and are the same there
     """
 
@@ -85,6 +88,8 @@ class Verdict:
     passes: int
     why: str
     wide: tuple[Row, ...] = ()
+    stray: tuple[str, ...] = ()
+    unseen: bool = False
 
 
 def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
@@ -114,6 +119,8 @@ def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: floa
         options=reference["options"],
         passes=reference["passes"],
         why=_why(plan),
+        stray=tuple(sorted({*plan.get("stray", ()), *reference.get("stray", ())})),
+        unseen=bool(plan.get("own_loop")) and not plan["events"],
     )
 
 
@@ -158,7 +165,7 @@ class _Case:
         for at, (mine, one) in enumerate(self._steps()):
             far = relative(mine["loss"], one["loss"])
             gradient, weight = _largest(one["gradients"]), _largest(one["weights"])
-            yield Row(at + 1, mine["loss"], one["loss"], far, gradient, weight)
+            yield Row(at + 1, mine["loss"], one["loss"], far, gradient, weight, mine.get("optimizer", ""))
 
     def parting(self, limits: Limits) -> Parting | None:
         """The first thing beyond them, in the order in which a step computes it."""
@@ -174,23 +181,34 @@ class _Case:
     def _in_step(self, at: int, mine: Mapping[str, Any], one: Mapping[str, Any], limits: Limits) -> Parting | None:
         far = relative(mine["loss"], one["loss"])
         if not far <= (limits.first_loss if at == 0 else limits.loss):
-            return Parting(at + 1, "loss", "", "", far, self._about_loss(mine["loss"], one["loss"]))
+            return Parting(at + 1, "loss", "", "", far, self._about_loss(mine, one["loss"]))
         # backward begins at the loss: of gradients that part, the last layer's are the first to
         for what, last in (("gradients", True), ("weights", False)):
             beyond = [name for name, apart in one[what].items() if not apart[1] <= getattr(limits, what)]
             if beyond:
                 name = sorted(beyond, key=self._at)[-1 if last else 0]
-                hint = "" if math.isfinite(one[what][name][1]) else "it is there on one side only, or not finite"
+                hint = self._about_gradient(mine) if last else ""
+                hint = hint if math.isfinite(one[what][name][1]) else "it is there on one side only, or not finite"
                 kind = self._kind(name.rpartition(".")[0])
                 return Parting(at + 1, "gradients" if last else "weights", name, kind, one[what][name][1], hint)
         return None
 
-    def _about_loss(self, mine: float, reference: float) -> str:
-        replicas = self._plan["replicas"]
+    def _about_loss(self, step: Mapping[str, Any], reference: float) -> str:
+        replicas, mine = self._plan["replicas"], step["loss"]
+        if _ragged(step) and len({count for _, count in step["shares"]}) == 1:
+            return "the replicas' batches have different lengths, and count alike: give engine.update(samples=len(x))"
         times = reference / mine if mine else 0.0
         if replicas > 1 and abs(times - replicas) < 1e-3 * replicas:
             return f"one process's is {replicas} times as large, as there are {replicas} replicas: a sum, not a mean?"
         return ""
+
+    def _about_gradient(self, step: Mapping[str, Any]) -> str:
+        if not (self._plan.get("batch_norm") and _ragged(step)):
+            return ""
+        return (
+            "batch norm over batches of different lengths is exact in engine.step() alone: in a loop of your own let "
+            "them be equal (uneven='drop')"
+        )
 
     def _at(self, parameter: str) -> int:
         """When the module that has it is done."""
@@ -206,6 +224,11 @@ class _Case:
 
     def _steps(self) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         return zip(self._plan["steps"], self._reference["steps"], strict=True)
+
+
+def _ragged(step: Mapping[str, Any]) -> bool:
+    """Whether the replicas' batches in a loop of its own had different lengths."""
+    return len({rows for rows, _ in step.get("shares", ())}) > 1
 
 
 def _largest(found: Mapping[str, Sequence[float]]) -> Largest | None:

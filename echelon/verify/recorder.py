@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +12,23 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from echelon.data import Loader
 from echelon.errors import DataError
 from echelon.nn.moe import MoE
 from echelon.plan.make import batch_norm_names
 from echelon.verify.batches import describe, write_batch
+from echelon.verify.events import Intake, follow
 from echelon.verify.expected import expected
+from echelon.verify.follow import Listener
 from echelon.verify.outputs import Outputs, added_up
 from echelon.verify.question import Question, leave
 from echelon.verify.witness import INITIAL, Witness, gathered, mean_loss
 
 if TYPE_CHECKING:
     from echelon.verify.engine import Witnessed
+
+
+BOTH = "the script trains by engine.step() and by engine.backward(); verify follows one of the two: verify them apart"
 
 
 class Recorder(Witness):
@@ -36,9 +43,60 @@ class Recorder(Witness):
         self._options: dict[int, list[dict[str, Any]]] = {}  # of each update that took place
         self._outputs: Outputs | None = None
         self._found: dict[str, Any] = {}
+        self._loop = Listener(question)
+        self._listening = contextlib.ExitStack()  # to a loop of its own, from the beginning to the first update
+        self._intake: Intake | None = None
+        self._own_loop, self._added, self._updated = False, 0.0, ""
+        self._shares: list[list[float]] = []  # of the replicas: rows of the last batch, and samples they count for
+
+    # ---- a loop of its own ----
+
+    def begin(self, engine: Witnessed) -> None:
+        if engine.allows_own_loop:
+            self._store(engine, INITIAL, engine.whole_weights())
+            self._outputs = Outputs(engine.model, engine.counts_outputs)
+            self._listening.enter_context(self._outputs.listening())
+            self._intake = Intake(self._loop, self.question.wide)
+            self._intake.open()
+
+    def loader(self, loader: Loader) -> Loader:
+        return follow(loader, self._loop, self.question.wide)
+
+    def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
+        if self._calls:
+            self.question.refuse(BOTH)
+        self._own_loop = True
+        self._loop.write(engine.replica if engine.speaks else None)
+        self._added += float(loss.detach())
+        return loss
+
+    def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
+        own = [self._added, 1.0 if samples is None else samples, self._loop.rows]
+        known = [one for one in gathered(engine, own if engine.speaks else None) if one]
+        if engine.plan.reduce_op == "sum":
+            known = [[sum(loss for loss, _, _ in known), 1.0, None]]
+        self._losses = [mean_loss([one[:2] for one in known])]
+        self._updated = "" if optimizer is None or len(engine.optimizers) == 1 else optimizer
+        self._shares = [[rows, count] for _, count, rows in known]
+        self._added = 0.0
+        self._listening.close()
+        if self._outputs is not None:
+            self._found, self._outputs = added_up(gathered(engine, self._outputs.found())), None
+
+    def _no_loop_of_its_own(self) -> None:
+        if self._own_loop:
+            self.question.refuse(BOTH)
+        self._listening.close()
+        self._loop.stop()
+        if self._intake is not None:
+            self._intake.close()
+        self._intake = None
+
+    # ---- engine.step ----
 
     def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
         if not self._calls:
+            self._no_loop_of_its_own()
             self._store(engine, INITIAL, engine.whole_weights())
             self._outputs = Outputs(engine.model, engine.counts_outputs)
         try:
@@ -62,9 +120,11 @@ class Recorder(Witness):
             self._found = added_up(gathered(engine, self._outputs.found()))
             self._outputs = None
 
-    def gradients(self, engine: Witnessed) -> bool:
+    # ---- both ----
+
+    def gradients(self, engine: Witnessed, optimizers: Sequence[str]) -> bool:
         self._options[len(self._steps)] = [_numbers(group) for group in engine.groups()]
-        self._store(engine, f"gradients-{len(self._steps)}.safetensors", engine.whole_gradients())
+        self._store(engine, f"gradients-{len(self._steps)}.safetensors", engine.whole_gradients(optimizers))
         return True
 
     def rate(self, step: int, factor: float) -> float:
@@ -73,7 +133,7 @@ class Recorder(Witness):
 
     def applied(self, engine: Witnessed) -> None:
         self._store(engine, f"weights-{len(self._steps)}.safetensors", engine.whole_weights())
-        self._steps.append({"loss": mean_loss(self._losses)[0]})
+        self._steps.append({"loss": mean_loss(self._losses)[0], "optimizer": self._updated, "shares": self._shares})
         self._losses = []
         if engine.world.rank == 0:
             self.question.note("steps", len(self._steps))
@@ -99,6 +159,10 @@ class Recorder(Witness):
             "ranks": plan.ranks,
             "replicas": plan.replicas,
             "apart": plan.reduce_op == "sum",
+            "own_loop": self._own_loop,
+            "events": self._loop.kinds,
+            "stray": sorted(self._loop.stray),
+            "batch_norm": bool(batch_norm_names(model)),
             "micro": plan.pipeline.micro_batches if plan.pipeline and looks_around else 1,
         }
         if engine.world.rank == 0:

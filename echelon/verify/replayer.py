@@ -4,6 +4,7 @@ out elsewhere."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.annotation import Marks
+from echelon.data import Loader
 from echelon.elastic import Elastic
 from echelon.slices import Slices
 from echelon.strategy import Strategy
 from echelon.verify.batches import Pieces, on_device, read_batch, together
+from echelon.verify.events import Intake, follow
 from echelon.verify.expected import LOOSER, TOLERANCE
+from echelon.verify.follow import Repeater
 from echelon.verify.measure import gradient_differences, mostly, rounding, weight_differences
 from echelon.verify.outputs import Outputs
 from echelon.verify.question import Question, leave
@@ -46,12 +50,41 @@ class Replayer(Witness):
         self._rounding: dict[str, Tensor] = {}  # entries of parameters that tell nothing any more
         self._options = ""  # where the script gives one process another learning rate, say
         self._pieces = Pieces(())
+        self._loop: Repeater | None = None
+        self._listening = contextlib.ExitStack()
+        self._added = 0.0
 
     def terms(self, asked: Strategy, marks: Marks, plan: Any, cluster: Slices | None, elastic: Elastic | None) -> Terms:
         """Of a strategy, what one process with the global batch would do as well."""
         shared = {name: getattr(asked, name) for name in ("lars", "lamb", "gradient_merge", "clip")}
         own = Strategy(**shared, amp=False, fast=False)
         return own, UNMARKED, None, ALONE, None
+
+    # ---- a loop of its own ----
+
+    def begin(self, engine: Witnessed) -> None:
+        if not self._told["own_loop"]:
+            return
+        self._begin(engine)
+        self._loop = Repeater(self.question, self._told["events"], self._told["replicas"], engine.world.device)
+        self._listening.enter_context(self.listening())
+        Intake(self._loop, self.question.wide).open()
+
+    def loader(self, loader: Loader) -> Loader:
+        return loader if self._loop is None else follow(loader, self._loop, self.question.wide)
+
+    def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
+        loss = loss * self._told["replicas"] if self._told["apart"] else loss
+        self._added += float(loss.detach())
+        return loss
+
+    def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
+        self._losses, self._added = [[self._added, 1.0]], 0.0
+        self._listening.close()
+        if self._outputs is not None:
+            self._found, self._outputs = dict(self._outputs.found()), None
+
+    # ---- engine.step ----
 
     def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
         if not self._calls:
@@ -85,12 +118,14 @@ class Replayer(Witness):
         if self._outputs is not None:
             self._found, self._outputs = dict(self._outputs.found()), None
 
-    def gradients(self, engine: Witnessed) -> bool:
+    # ---- both ----
+
+    def gradients(self, engine: Witnessed, optimizers: Sequence[str]) -> bool:
         path = self.question.file(f"gradients-{len(self._steps)}.safetensors")
         if not path.exists():  # an overflow of 16 bits: the ranks have skipped it
             return False
         self._take_options(engine)
-        own, theirs = engine.whole_gradients(), load_file(path)
+        own, theirs = engine.whole_gradients(optimizers), load_file(path)
         path.unlink()
         if not theirs:  # applied and let go while backward ran
             return True
@@ -130,7 +165,8 @@ class Replayer(Witness):
         return not shifted or name not in dict(engine.model.named_buffers())
 
     def _end(self, engine: Witnessed) -> None:
-        restless = unrest(lambda: engine.forward(self._pieces), engine.model, engine.world.device)
+        own_loop = self._loop is not None
+        restless = 0.0 if own_loop else unrest(lambda: engine.forward(self._pieces), engine.model, engine.world.device)
         kinds = {name: type(module).__name__ for name, module in engine.model.named_modules()}
         self.question.answer(
             {
@@ -140,7 +176,8 @@ class Replayer(Witness):
                 "unrest": restless,
                 "rounding": mostly(self._rounding),
                 "options": self._options,
-                "passes": len(self._pieces.pieces),
+                "passes": 1 if own_loop else len(self._pieces.pieces),
+                "stray": sorted(self._loop.stray) if self._loop is not None else [],
             }
         )
         leave()

@@ -42,11 +42,14 @@ def put_out(verdict: Verdict, console: Console | None = None) -> None:
 def _table(verdict: Verdict) -> Table:
     title = f"losses of {verdict.ranks} processes ({_mesh(verdict)}) and of one; relative differences, the largest"
     table = Table(title=title, title_justify="left", title_style="")
-    for name in ("step", f"{verdict.ranks} processes", "one process", "apart", "gradients", "weights"):
+    several = any(row.optimizer for row in verdict.rows)
+    first = ("update", "of") if several else ("step",)
+    for name in (*first, f"{verdict.ranks} processes", "one process", "apart", "gradients", "weights"):
         table.add_column(name, justify="right", overflow="fold")
     for row in verdict.rows:
+        which = [row.optimizer or "all"] if several else []
         losses = (f"{row.loss:.7g}", f"{row.reference:.7g}", size(row.difference))
-        table.add_row(str(row.step), *losses, _named(row.gradient), _named(row.weight))
+        table.add_row(str(row.step), *which, *losses, _named(row.gradient), _named(row.weight))
     return table
 
 
@@ -66,6 +69,16 @@ def notes(verdict: Verdict) -> Iterator[str]:
         yield (
             f"random numbers are in play: one process that computes a batch twice gets losses {size(verdict.unrest)} "
             "apart; switch off what draws them (functional dropout, noise, sampling) to verify the rest"
+        )
+    if verdict.unseen:
+        yield (
+            "the loop's batches come neither from a loader nor from torch's random numbers, so that one process could "
+            "not be given those of all ranks: it has trained on its own"
+        )
+    if verdict.stray:
+        yield (
+            f"random numbers are in play that each rank draws for itself: {', '.join(verdict.stray)}; switch off what "
+            "draws them to verify the rest"
         )
     if verdict.rounding and verdict.status == "same":
         few = _some(verdict.rounding, "parameter")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from echelon.annotation import Marks
+from echelon.data import Loader
 from echelon.elastic import Elastic
 from echelon.parallel.collective import gather_json
 from echelon.slices import Slices
@@ -28,7 +29,7 @@ Terms = tuple[Strategy, Marks, Any, Slices | None, Elastic | None]
 
 
 class Witness(ABC):
-    """Asked by ``distribute()`` for its terms, and then by ``Witnessed``, in this order, in every step."""
+    """Asked by ``distribute()`` for its terms, and then by ``Witnessed``, in this order, in every update."""
 
     question: Question
 
@@ -43,7 +44,28 @@ class Witness(ABC):
         assert isinstance(engine, Witnessed)
         engine.witness = self
         self.question.note("begun", 1)
+        self.begin(engine)
         return engine
+
+    @abstractmethod
+    def begin(self, engine: Witnessed) -> None:
+        """The script is about to train, by ``engine.step`` or by a loop of its own."""
+
+    @abstractmethod
+    def loader(self, loader: Loader) -> Loader:
+        """One that the script is given."""
+
+    # ---- a loop of its own ----
+
+    @abstractmethod
+    def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
+        """A backward is about to begin; of which loss."""
+
+    @abstractmethod
+    def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
+        """Of what was added up since the last one."""
+
+    # ---- engine.step ----
 
     @abstractmethod
     def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
@@ -57,9 +79,11 @@ class Witness(ABC):
     def loss(self, engine: Witnessed, loss: Tensor, count: float) -> None:
         """It is over."""
 
+    # ---- both ----
+
     @abstractmethod
-    def gradients(self, engine: Witnessed) -> bool:
-        """An update is about to begin; whether it takes place."""
+    def gradients(self, engine: Witnessed, optimizers: Sequence[str]) -> bool:
+        """An update of these is about to begin; whether it takes place."""
 
     @abstractmethod
     def rate(self, step: int, factor: float) -> float:

@@ -93,7 +93,7 @@ def test_too_few_steps_are_told(tmp_path: Path) -> None:
     asked = Asked("train.py", (), False, 5, None, ())
     question = Question(str(tmp_path), "plan", 5)
     question.note("begun", 1)
-    with pytest.raises(UsageError, match=r"ended without engine.step\(\)"):
+    with pytest.raises(UsageError, match=r"ended without engine.step\(\) or update\(\)"):
         check_answer(asked, question, 0, "on 2 processes")
     question.note("steps", 3)
     with pytest.raises(UsageError, match="took 3 steps on 2 processes, and 5 were asked for; give --steps 3"):

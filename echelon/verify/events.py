@@ -1,0 +1,132 @@
+"""What a loop of one's own takes in: batches of its loaders and random numbers, in the order in which they come.
+
+``engine.step(batch)`` shows what a step computes with. A loop that calls the model itself does not; but it is a
+function of what it is given. So the ranks' loops are listened to, and the loop in one process is given the same, the
+replicas' rows one below the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from echelon.data import Loader
+from echelon.verify.wide import widened
+from echelon.watch.activity import activity
+
+Kind = Literal["batch", "end", "draw"]
+
+_MADE = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "randperm")
+_FILLED = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+#: They draw, and put out what their input makes of it: no tensor to take down and hand out again.
+_STRAY = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
+
+
+class Follower(Protocol):
+    """Told of everything that comes in; what it returns is what the loop gets.
+
+    quiet: a loader is at work, whose batches are followed and not what it draws
+    """
+
+    quiet: bool
+
+    def batches(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
+
+    def drawn(self, own: Tensor, *, in_place: bool) -> Tensor: ...
+
+    def strayed(self, name: str) -> None: ...
+
+
+_PLAIN = DataLoader.__iter__
+
+
+class Intake(TorchFunctionMode):
+    """While it is open, random tensors made outside of the engine's own calls go through the follower, and so do
+    batches of torch's data loaders."""
+
+    def __init__(self, follower: Follower, wide: bool) -> None:
+        super().__init__()
+        self._follower = follower
+
+        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+            if activity.call or follower.quiet:
+                return _PLAIN(loader)
+            return widened_each(follower.batches(lambda: _PLAIN(loader)), wide)
+
+        self._iterate = iterate
+
+    def open(self) -> None:
+        """From here on, in this thread: the loop that follows is the user's own code, with no ``with`` around it."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        DataLoader.__iter__ = self._iterate  # type: ignore[assignment,method-assign]
+
+    def close(self) -> None:
+        DataLoader.__iter__ = _PLAIN  # type: ignore[method-assign]
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if activity.call or self._follower.quiet:
+            return found
+        if name in _STRAY and _drops(name, tuple(args), kwargs or {}):
+            self._follower.strayed(name)
+        elif name in _MADE or name in _FILLED:
+            return self._follower.drawn(found, in_place=name in _FILLED)
+        return found
+
+
+def _drops(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Whether a call of such a function, or of the native one below it, draws at all."""
+    part = named.get("p", args[1] if len(args) > 1 else 0.5)
+    training = named.get("training", args[2] if len(args) > 2 else True)
+    return bool(training) and (name == "rrelu" or bool(part))
+
+
+def widened_each(batches: Iterator[Any], wide: bool) -> Iterator[Any]:
+    return (widened(batch) if wide else batch for batch in batches)
+
+
+class Followed(Loader):
+    """A loader whose batches go through the follower: another class for the same object."""
+
+    follower: Follower
+    wide: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        return widened_each(self.follower.batches(super().__iter__), self.wide)
+
+
+def follow(loader: Loader, follower: Follower, wide: bool) -> Loader:
+    loader.__class__ = Followed
+    assert isinstance(loader, Followed)
+    loader.follower, loader.wide = follower, wide
+    return loader
+
+
+def rows_of(batch: Any) -> int | None:
+    """The length of the first tensor that has one."""
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def put_together(drawn: Sequence[Tensor], own: Tensor, rows: Sequence[int | None]) -> Tensor | None:
+    """What the replicas drew, one below the other; None where that is no draw of a batch.
+
+    rows: of the replicas' batches, where there are any
+    """
+    first = drawn[0]
+    if len(drawn) == 1:
+        return first if first.shape == own.shape else None
+    if not first.dim() or any(one.shape[1:] != first.shape[1:] or one.dtype != first.dtype for one in drawn):
+        return None
+    whole = torch.cat(list(drawn))
+    a_row_each = all(count in (None, len(one)) for one, count in zip(drawn, rows, strict=True))
+    return whole if whole.shape == own.shape or a_row_each else None
