@@ -89,6 +89,12 @@ class Asked:
         procs = self.procs or _fewest(asked, marks, slices)
         return Job(samples=samples, procs=procs, strategy=asked, marks=marks, slices=slices)
 
+    def remark(self, job: Job) -> tuple[str, ...]:
+        """Where nobody has said how many processes there are."""
+        if self.procs is not None or self.plan is not None or job.procs == 1:
+            return ()
+        return (f"{job.procs} processes are the fewest for this; --procs says how many there will be",)
+
     def _strategy(self, own: Strategy) -> Strategy:
         changes: dict[str, Any] = {}
         if self.amp is not None:

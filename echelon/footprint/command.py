@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def _of_model(asked: Asked) -> tuple[str, Footprint]:
         saved.check_model(profile.model)
     job = asked.job(profile) if saved is None else asked.by_plan(saved)
     optimizer = asked.optimizer or USUAL
-    return f"{profile.name}, {optimizer}", find_footprint(profile, job, optimizer)
+    found = find_footprint(profile, job, optimizer)
+    return f"{profile.name}, {optimizer}", replace(found, notes=(*asked.remark(job), *found.notes))
 
 
 def _write(directory: Path, found: Footprint) -> None:

@@ -108,7 +108,7 @@ def _savings(peaks: Peaks, job: Job, spread: Spread, optimizers: Optimizers) -> 
     found, refused = [], []
     for what, other in alternatives(job, spread.plan, optimizers):
         if isinstance(other, str):
-            refused.append(f"{what} is not for this: {other}")
+            refused.append(f"{what} is left out: {other}")
             continue
         lower = spread.peak - peaks.spread(other).peak
         if lower > 0:
@@ -123,7 +123,7 @@ def _notes(spread: Spread) -> Iterator[str]:
         yield "what offload moves to host memory is counted here as if it stayed on the device"
     if plan.lean is not None and plan.lean.state != "device" and spread.profile.device == "cuda":
         yield "lean moves remainders and moments to host memory where the device has no room; here all are on it"
-    if draft.split > 1:
-        yield "activations and the peak are those of the first rank of a split; the others' differ as their widths do"
+    if len({place.holding.total("parameters") for place in spread.places}) > draft.stage and draft.split > 1:
+        yield "the parts of a split differ: activations and the peak are reckoned for the first rank's"
     if plan.local is not None or plan.dgc is not None:
         yield "what LocalSGD and DGC keep beside the weights is in 'exchange', as plans count it"

@@ -46,16 +46,18 @@ class Kept:
 
 
 def kept_by_stage(profile: Profile, plan: Plan, samples: int) -> dict[int, Kept]:
-    """By stage, of one micro-batch of so many samples. Of what is recomputed together, only the input is kept.
+    """By stage, of one micro-batch of so many samples. Of what is recomputed together, only the input is kept."""
+    return _pass(profile, plan, samples, segments_of(profile, plan, samples))
 
-    Where the plan cuts chains by what their children keep, that is found first.
-    """
+
+def segments_of(profile: Profile, plan: Plan, samples: int) -> Segments:
+    """What is recomputed together. Where the plan cuts chains by what their children keep, that is found first."""
     segments, chains = _recomputed(plan)
-    if chains:
-        found = _pass(profile, plan, samples, segments)
-        whole = {name: size for kept in found.values() for name, size in kept.made.items()}
-        segments = (*segments, *(part for name in chains for part in _chain(profile.model, name, whole)))
-    return _pass(profile, plan, samples, segments)
+    if not chains:
+        return segments
+    found = _pass(profile, plan, samples, segments)
+    whole = {name: size for kept in found.values() for name, size in kept.made.items()}
+    return (*segments, *(part for name in chains for part in _chain(profile.model, name, whole)))
 
 
 def _recomputed(plan: Plan) -> tuple[Segments, tuple[str, ...]]:

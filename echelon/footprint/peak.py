@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 from echelon.footprint.holding import Holding, Holdings
 from echelon.footprint.job import Job, Optimizers, Planner
+from echelon.footprint.kept import kept_by_stage, segments_of
+from echelon.lean.forms import AT_ONCE
 from echelon.lean.updates import UNDER_WAY
+from echelon.marks import within
 from echelon.parallel.grid import Grid
 from echelon.plan import Plan
 from echelon.planner.cost.memory import Fullest, fullest
@@ -19,6 +23,9 @@ from echelon.planner.model.profile import Profile
 
 #: What the peak is made of, as the planner's Memory names it.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
+#: Bytes for each entry that a lean update goes over at a time on a CPU; measured on weights of 2^20 entries (a GPU has one
+#: kernel for it).
+LEAN_ON_CPU = 68
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +71,12 @@ class Peaks:
     def spread(self, job: Job) -> Spread:
         plan = self._planner.plan(job)
         profile, draft = self._planner.drafted(plan, job.samples)
+        draft = draft.replaced(recompute=()) if _is_long(plan) else draft
         optimizer = "lamb" if plan.lamb else "lars" if plan.lars else self._name
         found = fullest(profile, draft, system=_system(plan, optimizer), optimizer=optimizer, place=profile.device)
+        found = tuple(_in_long_segments(plan, profile, draft, peak) for peak in found)
         places = [
-            Place(grids, holding, _kinds(plan, holding, peak), _in_words(profile, peak))
+            Place(grids, holding, _kinds(plan, holding, peak, profile.device), _in_words(profile, peak))
             for grids, holding in self._holdings.of(plan)
             for peak in [found[grids[0].at["stage"]]]
         ]
@@ -76,18 +85,40 @@ class Peaks:
 
 def _system(plan: Plan, optimizer: str) -> System:
     """As Echelon trains. State is the same at every moment, and is put in exactly afterwards."""
-    known = dataclasses.replace(ECHELON, state={optimizer: 0.0})
+    known = replace(ECHELON, state={optimizer: 0.0})
     if plan.lean is None:
         return known
     # gradients are let go at once, and weights are there in 16 bits: none are cast
-    return dataclasses.replace(known, amp_weights=2.0, amp_gradients=0.0)
+    return replace(known, amp_weights=2.0, amp_gradients=0.0)
 
 
-def _kinds(plan: Plan, holding: Holding, peak: Fullest) -> dict[str, int]:
+def _is_long(plan: Plan) -> bool:
+    several = bool(plan.chains) or any(len(names) > 1 for names in plan.recompute)
+    return several and plan.mesh.get("stage", 1) == 1
+
+
+def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: Fullest) -> Fullest:
+    """Where several modules are recomputed together, which no draft can say: what is kept is known, and on top comes
+    all that the largest segment makes while it is run again."""
+    if not _is_long(plan):
+        return peak
+    samples = samples_of(draft)
+    kept, plain = (kept_by_stage(profile, each, samples)[0] for each in (plan, replace(plan, recompute=(), chains=())))
+    again = [
+        sum(size for name, size in plain.made.items() if any(within(name, each) for each in names))
+        for names in segments_of(profile, plan, samples)
+    ]
+    held = float(kept.made.total() + kept.given.total())
+    memory = replace(peak.memory, activations=held, transient=peak.memory.transient + max(again, default=0))
+    return replace(peak, memory=memory)
+
+
+def _kinds(plan: Plan, holding: Holding, peak: Fullest, place: str) -> dict[str, int]:
     kinds = {kind: round(getattr(peak.memory, kind)) for kind in KINDS}
     kinds |= {kind: holding.total(kind) for kind in ("parameters", "optimizer")}
     if plan.lean is not None:
         kinds["gradients"] = holding.largest
+        kinds["transient"] += LEAN_ON_CPU * min(holding.largest // 2, AT_ONCE) if place == "cpu" else 0
         kinds["exchange"] += (UNDER_WAY + 1) * 2 * holding.largest if plan.ranks > 1 else 0  # sums are in fp32
     elif plan.gradient_merge > 1 and plan.pipeline is not None:
         kinds["gradients"] = max(kinds["gradients"], holding.total("whole"))  # those of the batch before

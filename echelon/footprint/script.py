@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,7 +57,9 @@ class Weighing(Waiting):
             asked = build(Asked, self._question["footprint"], "asked")
             cluster = Cluster.parse(asked.cluster)
             profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
-            found = find_footprint(profile, self._job(asked, profile), asked.optimizer or self._optimizer)
+            job = self._job(asked, profile)
+            found = find_footprint(profile, job, asked.optimizer or self._optimizer)
+            found = replace(found, notes=(*asked.remark(job), *found.notes))
         except EchelonError as error:
             self._answer({"error": str(error)})
         title = f"{profile.name}, {asked.optimizer or type(self._first).__name__}"

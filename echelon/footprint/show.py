@@ -21,13 +21,15 @@ MOST = 8
 
 
 def show(title: str, found: Footprint) -> str:
-    parts = [_peak(found), _ranks(found), *_all_modules(found), _savings(found), found.notes]
+    groups = list(_groups(found))
+    parts = [_peak(found, groups), _ranks(found, groups), *_all_modules(found), _savings(found), found.notes]
     blocks = ["\n".join(part) for part in parts]
     return "\n\n".join([f"{title}: {found.how}", *filter(None, blocks)])
 
 
-def _peak(found: Footprint) -> Iterator[str]:
-    where = f" on {_whose(found)}" if found.each else ""
+def _peak(found: Footprint, groups: Sequence[Sequence[Footprint]]) -> Iterator[str]:
+    fullest = next((alike for alike in groups if any(one.ranks == found.ranks for one in alike)), ())
+    where = f" on {_together(fullest)}" if len(groups) > 1 else ""
     yield f"peak about {size(found.peak)}{where}, in {found.moment}:"
     for kind, value in found.kinds.items():
         if value:
@@ -35,27 +37,29 @@ def _peak(found: Footprint) -> Iterator[str]:
             yield f"  {kind:<12}{size(value):>10}{percent(value / found.peak):>8}{note}"
 
 
-def _whose(found: Footprint) -> str:
-    """``stage 0 (ranks 0 and 2)``"""
-    ranks = ranks_in_words(found.ranks)
-    return f"{found.place} ({ranks})" if found.place else ranks
-
-
 # ---- ranks ----
 
 
-def _ranks(found: Footprint) -> Iterator[str]:
-    """Those that hold the same, as far as it is shown, are one line."""
-    if len(found.each) < 2:
-        return
-    word, unit = unit_for(max(one.peak for one in found.each) / 10)
-    lines: dict[tuple[str, ...], list[Footprint]] = {}
+def _groups(found: Footprint) -> Iterator[list[Footprint]]:
+    """Ranks of one stage that hold the same, as far as it is shown."""
+    alike: dict[tuple[str, ...], list[Footprint]] = {}
     for one in found.each:
-        cells = (*(amount(value, unit) for value in (*_whole(one), one.peak)), one.moment)
-        lines.setdefault((_stage(one), *cells), []).append(one)
-    named = [(_together(alike), cells[1:]) for cells, alike in lines.items()]
-    width = max(len(name) for name, _ in named)
-    yield f"{f'by rank, {word}':<{width}}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak")) + "  in"
+        alike.setdefault((_stage(one), *_cells(found, one)), []).append(one)
+    yield from alike.values()
+
+
+def _cells(found: Footprint, one: Footprint) -> list[str]:
+    _, unit = unit_for(found.peak / 10)
+    return [*(amount(value, unit) for value in (*_whole(one), one.peak)), one.moment]
+
+
+def _ranks(found: Footprint, groups: Sequence[Sequence[Footprint]]) -> Iterator[str]:
+    if len(groups) < 2:
+        return
+    named = [(_together(alike), _cells(found, alike[0])) for alike in groups]
+    title = f"by rank, {unit_for(found.peak / 10)[0]}"
+    width = max(len(title), *(len(name) for name, _ in named))
+    yield f"{title:<{width}}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak")) + "  in"
     for name, cells in named:
         yield f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}"
 
@@ -65,7 +69,7 @@ def _stage(one: Footprint) -> str:
 
 
 def _together(alike: Sequence[Footprint]) -> str:
-    """Ranks of one stage, whatever their part of a split."""
+    """``stage 0: ranks 0 and 2``, whatever their part of a split."""
     ranks = ranks_in_words(sorted(rank for one in alike for rank in one.ranks))
     place = alike[0].place if len(alike) == 1 else _stage(alike[0])
     return f"{place}: {ranks}" if place else ranks
@@ -82,7 +86,7 @@ def _all_modules(found: Footprint) -> Iterator[Iterator[str]]:
     for one in every:
         kinds.setdefault(tuple(_modules(one, "", unit)), []).append(one)
     if len(kinds) > MOST:
-        yield _modules(found, f", {_whose(found)}", unit)
+        yield _modules(found, f", {_together([found])}", unit)
         return
     for alike in kinds.values():
         yield _modules(alike[0], f", {_together(alike)}" if len(kinds) > 1 else "", unit)

@@ -20,9 +20,9 @@ def _mesh(plan: Plan) -> str:
         return f" on each of {plan.ranks} processes"
     one = words(plan.mesh.get("stage", 1), plan.mesh.get("split", 1))
     copies = plan.mesh["replicate"]
-    whom = f"each of {copies} copies in" if copies > 1 else "one copy in"
-    each = " to each process;" if plan.spread else " to"
-    return f"{each} {whom} {one} ({plan.ranks} processes)"
+    whom = f"each of {copies} copies" if copies > 1 else "one copy"
+    given = f" to each process, {whom}" if plan.spread else f" to {whom}"
+    return f"{given} ({one}), {plan.ranks} processes"
 
 
 def _options(plan: Plan) -> Iterator[str]:

@@ -24,7 +24,7 @@ FIRST_LEVELS = 127
 SECOND_LEVELS = 255
 SMALLEST_SCALE = 1e-37  # under it, one over the scale would not be finite
 WORD = 0xFFFFFFFF
-_AT_ONCE = 1 << 20  # entries that a CPU goes over at a time, so that what it computes with stays small
+AT_ONCE = 1 << 20  # entries that a CPU goes over at a time, so that what it computes with stays small
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def _coded_second(values: Tensor, scale: Tensor, chance: Tensor) -> Tensor:
 
 def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, seed: int) -> None:
     """One step for a run of entries, in place: the same numbers as the kernel, in plain torch. All are flat."""
-    for start in range(0, weight.numel(), _AT_ONCE):
-        end = min(start + _AT_ONCE, weight.numel())
+    for start in range(0, weight.numel(), AT_ONCE):
+        end = min(start + AT_ONCE, weight.numel())
         blocks = slice(start // BLOCK, -(-end // BLOCK))
         codes = state.remainder[start:end], state.first[start:end], state.second[start:end]
         part = State(*codes, state.first_scale[blocks], state.second_scale[blocks])
