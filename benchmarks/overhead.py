@@ -134,9 +134,10 @@ def actions(rounds: int) -> dict[str, float]:
     group = dist.new_group(backend="gloo") if ranks > 1 else None
     links = Links(group, range(ranks), torch.device("cpu"), "gloo")
     schedule = make_schedule("1f1b" if ranks > 1 else "interleaved", 2, ranks, 8)
+    transfers = (Transfer("x", 0, 1),)
 
     def step() -> None:
-        run_schedule(schedule, Nothing(), (Transfer("x", 0, 1),), links, "one shape")
+        run_schedule(schedule, Nothing(), transfers, links, "one shape")
 
     return {"action": round(least({"pipeline": step}, rounds, 4)["pipeline"] / len(schedule[links.place]), 1)}
 

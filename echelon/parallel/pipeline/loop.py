@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from echelon.errors import EchelonError
-from echelon.parallel.pipeline.route import Message, Route, Transfer, route
+from echelon.parallel.pipeline.route import Deed, Message, Route, Transfer
 from echelon.parallel.pipeline.transport import Exchange, Links
 from echelon.plan.schedule import Action
 from echelon.watch.activity import activity
@@ -17,8 +17,6 @@ from echelon.watch.activity import activity
 __all__ = ["Runner", "Transfer", "run_schedule"]
 
 Part = Literal["B", "I", "W"]
-
-AHEAD = 2  # actions of which the messages are under way while another one runs
 
 
 class Runner(Protocol):
@@ -51,62 +49,59 @@ def run_schedule(
     differ. Where it is new, shapes are announced. What goes wrong names the rank, the stage and the micro-batch, and
     leaves without waiting for anybody.
     """
-    found = route(tuple(map(tuple, schedule)), tuple(transfers), links.place)
-    actions = schedule[links.place]
-    training = any(action.kind != "F" for rank_actions in schedule for action in rank_actions)
+    found = links.route(schedule, transfers)
     of_micro = signature if callable(signature) else lambda micro: signature
-    loop = _Loop(runner, found, Exchange(links, found, of_micro, training=training), training)
-    remote = [[message for message in found.needs(action) if not found.is_local(message)] for action in actions]
-    needing = [at for at, messages in enumerate(remote) if messages]
-    for at, action in enumerate(actions):
-        soon = [index for index in needing if index > at][:AHEAD]
+    loop = _Loop(runner, found, Exchange(links, found, of_micro))
+    for deed in found.deeds:
         try:
-            loop.perform(action, [message for index in (at, *soon) for message in remote[index]])
+            loop.perform(deed)
         except Exception as error:
-            _name_the_place(error, f"rank {links.ranks[links.place]}, stage {action.stage}, micro-batch {action.micro}")
+            stage, micro = deed.action.stage, deed.action.micro
+            _name_the_place(error, f"rank {links.ranks[links.place]}, stage {stage}, micro-batch {micro}")
             raise
     loop.exchange.finish()
 
 
 class _Loop:
-    def __init__(self, runner: Runner, route: Route, exchange: Exchange, training: bool) -> None:
+    def __init__(self, runner: Runner, route: Route, exchange: Exchange) -> None:
         self.exchange = exchange
-        self._runner, self._route, self._training = runner, route, training
+        self._runner, self._route = runner, route
         self._handed: dict[Message, list[Tensor | None]] = {}  # between stages of this rank
         self._wanted: dict[Message, list[bool]] = {}  # and whether each wants a gradient
 
-    def perform(self, action: Action, soon: Sequence[Message]) -> None:
+    def perform(self, deed: Deed) -> None:
         since = monotonic() if activity.recorder is not None else 0.0
-        self.exchange.expect(soon)
+        self.exchange.expect(deed.soon)
+        action = deed.action
         if action.kind == "F":
-            self._forward(action)
+            self._forward(deed)
         elif action.kind == "W":
             self._runner.backward(action.stage, action.micro, {}, "W")
         else:
-            self._backward(action, action.kind)
+            self._backward(deed, action.kind)
         if activity.recorder is not None:
             activity.recorder.acted(action, since)
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, deed: Deed) -> None:
         received = {
             key: tensor
-            for message in self._route.needs(action)
+            for message in deed.needs
             for key, tensor in zip(self._keys(message), self._receive(message), strict=True)
             if tensor is not None
         }
-        made = self._runner.forward(action.stage, action.micro, received)
-        for message in self._route.sends(action):
+        made = self._runner.forward(deed.action.stage, deed.action.micro, received)
+        for message in deed.sends:
             self._send(message, [made[key] for key in self._keys(message)])
 
-    def _backward(self, action: Action, part: Part) -> None:
+    def _backward(self, deed: Deed, part: Part) -> None:
         gradients: dict[str, Tensor | None] = {}
-        for message in self._route.needs(action):  # by target, so that sums have one order
+        for message in deed.needs:  # by target, so that sums have one order
             wanted, came = self._wants(message), self._receive(message)
             for key, wants, gradient in zip(self._keys(message), wanted, came, strict=True):
                 if wants:
                     gradients[key] = _sum(gradients.get(key), gradient)
-        found = self._runner.backward(action.stage, action.micro, gradients, part)
-        for message in self._route.sends(action):
+        found = self._runner.backward(deed.action.stage, deed.action.micro, gradients, part)
+        for message in deed.sends:
             pairs = zip(self._keys(message), self._wants(message), strict=True)
             self._send(message, [found.get(key) if wants else None for key, wants in pairs])
 
@@ -114,8 +109,9 @@ class _Loop:
         return self._route.keys[message.edge]
 
     def _wants(self, message: Message) -> list[bool]:
-        forward = message._replace(backward=False)
-        return self._wanted[forward] if self._route.is_local(message) else self.exchange.wants_gradients(message)
+        if self._route.is_local(message):
+            return self._wanted[message._replace(backward=False)]
+        return self.exchange.wants_gradients(message)
 
     def _receive(self, message: Message) -> list[Tensor | None]:
         if self._route.is_local(message):
@@ -128,7 +124,7 @@ class _Loop:
         elif message.backward:
             self._handed[message] = tensors
         else:
-            wanted = [tensor is not None and tensor.requires_grad and self._training for tensor in tensors]
+            wanted = [tensor is not None and tensor.requires_grad and self._route.trains for tensor in tensors]
             self._wanted[message] = wanted
             self._handed[message] = [
                 None if tensor is None else tensor.detach().requires_grad_(wants)

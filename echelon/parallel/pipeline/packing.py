@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def form_of(tensors: Sequence[Tensor | None], *, training: bool) -> Form:
 
 def same_form(form: Form, other: Form) -> bool:
     """Strides aside: what is packed takes those that were announced."""
-    return [field and field._replace(strides=()) for field in form] == [
+    return form == other or [field and field._replace(strides=()) for field in form] == [
         field and field._replace(strides=()) for field in other
     ]
 
@@ -49,15 +50,27 @@ def same_form(form: Form, other: Form) -> bool:
 def _field(tensor: Tensor, training: bool) -> Field:
     if tensor.layout != torch.strided:
         raise UsageError(f"a tensor of layout {tensor.layout} cannot go from stage to stage; hand on tensor.to_dense()")
-    return Field(tensor.dtype, tuple(tensor.shape), _dense_strides(tensor), training and tensor.requires_grad)
+    strides = _dense_strides(tensor.shape, tensor.stride())
+    return Field(tensor.dtype, tuple(tensor.shape), strides, training and tensor.requires_grad)
 
 
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    strides, step = [0] * tensor.dim(), 1
-    for dim in sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim)):
-        strides[dim] = step
-        step *= max(1, tensor.shape[dim])
-    return tuple(strides)
+@functools.lru_cache(maxsize=1024)
+def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    dense, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        dense[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(dense)
+
+
+@functools.lru_cache(maxsize=1024)
+def alone(form: Form) -> Field | None:
+    """The one tensor of a message, where its bytes, row by row, are all of it: it need not be packed."""
+    field = form[0] if len(form) == 1 else None
+    if field is None or not field.bytes or field.dtype.is_complex:
+        return None
+    rows = torch.empty(field.shape, device="meta").stride()
+    return field if field.strides == rows else None
 
 
 # ---- as JSON ----
@@ -86,6 +99,7 @@ def _dtype(name: str) -> torch.dtype:
 # ---- as bytes ----
 
 
+@functools.lru_cache(maxsize=1024)
 def packed_size(form: Form) -> int:
     return _offsets(form, 0)[-1]
 
@@ -107,14 +121,27 @@ def unpack(buffer: Tensor, form: Form) -> list[Tensor | None]:
 # ---- gradients: those a form wants, behind one byte each that says whether there is one ----
 
 
+@functools.lru_cache(maxsize=1024)
 def gradients_form(form: Form) -> Form:
     return tuple(field if field is not None and field.wants_gradient else None for field in form)
 
 
+@functools.lru_cache(maxsize=1024)
 def packed_gradients_size(form: Form) -> int:
     """0 where none is wanted."""
     wanted = gradients_form(form)
     return _offsets(wanted, len(form))[-1] if any(wanted) else 0
+
+
+def packed_gradient(gradients: Sequence[Tensor | None], form: Form) -> Tensor | None:
+    """As ``pack_gradients`` does it, in one operation, where there is one gradient of a tensor ``alone``."""
+    field, gradient = alone(form), gradients[0] if gradients else None
+    if field is None or gradient is None or not field.wants_gradient or gradient.dtype != field.dtype:
+        return None
+    return torch.cat((_THERE, gradient.detach().reshape(-1).view(torch.uint8)))
+
+
+_THERE = torch.ones(ALIGNMENT, dtype=torch.uint8)
 
 
 def pack_gradients(gradients: Sequence[Tensor | None], form: Form, into: Tensor) -> None:
@@ -131,10 +158,12 @@ def unpack_gradients(buffer: Tensor, form: Form, present: Sequence[int]) -> list
     return [window if there else None for window, there in zip(windows, present, strict=True)]
 
 
-def _offsets(form: Form, first: int) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def _offsets(form: Form, first: int) -> tuple[int, ...]:
     """Where each tensor begins, and where the last one ends."""
-    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in (first, *(field.bytes if field else 0 for field in form))]
-    return list(itertools.accumulate(sizes))
+    sizes = [field.bytes if field else 0 for field in form]
+    begins = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in (first, *sizes[:-1])))
+    return (*begins, begins[-1] + sizes[-1]) if sizes else tuple(begins)
 
 
 def _windows(buffer: Tensor, form: Form, first: int) -> list[Tensor | None]:

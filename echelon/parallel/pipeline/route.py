@@ -10,6 +10,8 @@ from typing import NamedTuple
 from echelon.plan.schedule import Action, Kind, Schedule
 from echelon.plan.simulate import Edge, simulate
 
+AHEAD = 2  # actions of which the messages are under way while another one runs
+
 
 class Transfer(NamedTuple):
     """One tensor that stage ``source`` makes and stage ``target`` needs."""
@@ -36,6 +38,15 @@ class Message(NamedTuple):
         return f"micro-batch {self.micro}, stage {ends[0]} to {ends[1]}"
 
 
+class Deed(NamedTuple):
+    """An action of this rank: what it needs and makes, and what of others it or an action soon after it needs."""
+
+    action: Action
+    needs: list[Message]
+    sends: list[Message]
+    soon: list[Message]
+
+
 class Route:
     """What is sent and needed by one rank of the pipeline, ``place``."""
 
@@ -49,12 +60,28 @@ class Route:
             self._out_of[source].append((source, target))
         self.sent_at: dict[Message, int] = {}  #: the place of the sending action in its rank's list
         self.needed_at: dict[Message, int] = {}  #: and of the action that needs it, in its rank's
-        self.order: dict[Message, int] = {}  #: one order of all messages between ranks, the same on every rank
+        #: one order of all messages between ranks, the same on every rank; of what one rank sends, that of its actions
+        self.order: dict[Message, int] = {}
         for actions in schedule:
             for at, action in enumerate(actions):
                 self.sent_at.update(dict.fromkeys(self.sends(action), at))
                 self.needed_at.update(dict.fromkeys(self.needs(action), at))
         self.order = {message: at for at, message in enumerate(self._in_order(schedule))}
+        self.trains = any(action.kind != "F" for actions in schedule for action in actions)
+        self.deeds = self._deeds(schedule[place])
+        self.outgoing = [message for message in self.order if self.sender(message) == self.place]
+        self.incoming = [message for message in self.order if self.receiver(message) == self.place]
+
+    def _deeds(self, actions: Sequence[Action]) -> list[Deed]:
+        needs = [self.needs(action) for action in actions]
+        remote = [[message for message in each if not self.is_local(message)] for each in needs]
+        needing = [at for at, messages in enumerate(remote) if messages]
+        found = []
+        for at, action in enumerate(actions):
+            soon = (at, *[index for index in needing if index > at][:AHEAD])
+            messages = [message for index in soon for message in remote[index]]
+            found.append(Deed(action, needs[at], self.sends(action), messages))
+        return found
 
     def sends(self, action: Action) -> list[Message]:
         """What ``action`` makes for other stages."""
@@ -78,14 +105,6 @@ class Route:
 
     def is_local(self, message: Message) -> bool:
         return message.source % self.ranks == message.target % self.ranks
-
-    def outgoing(self) -> list[Message]:
-        """This rank's messages to others, in the order of ``order``, which is that of its actions."""
-        return [message for message in self.order if self.sender(message) == self.place]
-
-    def incoming(self) -> list[Message]:
-        """Others' messages to this rank, in the order of ``order``, which for each sender is that of its actions."""
-        return [message for message in self.order if self.receiver(message) == self.place]
 
     def tag(self, message: Message, *, header: bool) -> int:
         micro_and_edge = (message.micro * self.stages + message.source) * self.stages + message.target

@@ -99,7 +99,7 @@ class Staged:
         ranks, stages = grid.size("stage"), 1 + max(plan.stages.units.values())
         self._schedule = make_schedule(plan.pipeline.schedule, stages, ranks, self._count)
         self._judging = forward_only(stages, ranks, self._count)
-        self._transfers = [Transfer(t.key, t.source, t.target) for t in plan.stages.transfers]
+        self._transfers = tuple(Transfer(t.key, t.source, t.target) for t in plan.stages.transfers)
         dynamic = plan.pipeline.dynamic_shapes
         self._links = Links(
             grid.new_group("stage"), grid.ranks("stage"), world.device, world.backend, dynamic_shapes=dynamic

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,13 @@ from echelon.errors import UsageError
 from echelon.parallel.collective import Waiting, json_to_tensor, tensor_to_json
 from echelon.parallel.pipeline.packing import (
     Form,
+    alone,
     form_of,
     from_json,
+    gradients_form,
     pack,
     pack_gradients,
+    packed_gradient,
     packed_gradients_size,
     packed_size,
     same_form,
@@ -30,9 +33,12 @@ from echelon.parallel.pipeline.packing import (
     unpack,
     unpack_gradients,
 )
-from echelon.parallel.pipeline.route import Message, Route
+from echelon.parallel.pipeline.route import Message, Route, Transfer, route
+from echelon.plan.schedule import Action
 from echelon.plan.simulate import Edge
 from echelon.watch.activity import waiting
+
+Announced = dict[Edge, Form]  #: what travels on an edge
 
 FRAME = 4096  # bytes of a header; a longer one goes on in a second message
 _LENGTH = 8  # of them for its length
@@ -53,10 +59,29 @@ class Links:
         self.place = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self.device, self.dynamic_shapes = device, dynamic_shapes
         self.ordered = backend != "gloo"
-        self.announced: dict[tuple[Edge, Hashable], Form] = {}  #: what travels on an edge for batches of one signature
-        self._group = group
+        self.announced: dict[Hashable, Announced] = {}  #: for batches of one signature, trained on or not
+        self._group = group if group is not None or len(self.ranks) == 1 else dist.group.WORLD
+        self._places = (
+            [dist.get_group_rank(self._group, rank) for rank in self.ranks] if self._group is not None else []
+        )
+        self._names = [str(rank) for rank in self.ranks]
+        self._known: tuple[Any, Any, Route] | None = None
         self._on_host = backend == "gloo"
         self._staged = self._on_host and device.type != "cpu"
+        self.plain = device.type == "cpu"  #: a tensor may be sent from where it is made, and used where it arrives
+
+    def route(self, schedule: Sequence[Sequence[Action]], transfers: Sequence[Transfer]) -> Route:
+        """What of them is this rank's. In every step they are the same objects, and not looked at again."""
+        if self._known is None or self._known[0] is not schedule or self._known[1] is not transfers:
+            found = route(tuple(map(tuple, schedule)), tuple(transfers), self.place)
+            if not (isinstance(schedule, tuple) and isinstance(transfers, tuple)):  # they may change
+                return found
+            self._known = schedule, transfers, found
+        return self._known[2]
+
+    def name(self, place: int) -> str:
+        """The job's rank there, in words."""
+        return self._names[place]
 
     def buffer(self, size: int) -> Tensor:
         """Where to pack what is sent, and where it arrives."""
@@ -67,15 +92,13 @@ class Links:
     def send(self, buffer: Tensor, place: int, tag: int) -> Waiting:
         if self._staged:
             torch.cuda.current_stream(self.device).synchronize()
-        work = dist.isend(buffer, dst=self.ranks[place], group=self._group, tag=0 if self.ordered else tag)
-        assert work is not None
-        return work
+        assert self._group is not None
+        # isend() and irecv() come to the same, after 8 microseconds of looking up groups and ranks.
+        return self._group.send([buffer], self._places[place], 0 if self.ordered else tag)
 
-    def receive(self, size: int, place: int, tag: int) -> Arrival:
-        buffer = self.buffer(size)
-        work = dist.irecv(buffer, src=self.ranks[place], group=self._group, tag=0 if self.ordered else tag)
-        assert work is not None
-        return Arrival(work, buffer)
+    def receive(self, buffer: Tensor, place: int, tag: int) -> Arrival:
+        assert self._group is not None
+        return Arrival(self._group.recv([buffer], self._places[place], 0 if self.ordered else tag), buffer)
 
     def to_device(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device, non_blocking=True)
@@ -101,12 +124,13 @@ class _Sent(NamedTuple):
 class Exchange:
     """The messages of one run of a schedule."""
 
-    def __init__(self, links: Links, route: Route, signature: Callable[[int], Hashable], *, training: bool) -> None:
-        self._links, self._route, self._signature, self._training = links, route, signature, training
+    def __init__(self, links: Links, route: Route, signature: Callable[[int], Hashable]) -> None:
+        self._links, self._route, self._signature = links, route, signature
+        self._announced: dict[int, Announced] = {}  # by micro-batch
         self._forms: dict[tuple[Edge, int], Form] = {}  # of what was sent, or is known to come, by edge and micro-batch
-        self._to_send = deque(route.outgoing())
+        self._to_send = deque(route.outgoing)
         self._to_receive = defaultdict[Hashable, deque[Message]](deque)
-        for message in route.incoming():
+        for message in route.incoming:
             self._to_receive[self._lane(message)].append(message)
         self._headers: dict[Message, Arrival] = {}
         self._arriving: dict[Message, Arrival | None] = {}  # None: there is nothing to send
@@ -118,22 +142,31 @@ class Exchange:
         self._take_turn(message)
         form = self._announce(message, tensors)
         if size := packed_size(form):
-            buffer = self._links.buffer(size)
-            pack(tensors, form, buffer)
-            self._dispatch(message, buffer, header=False)
+            self._dispatch(message, self._packed(tensors, form, size), header=False)
+
+    def _packed(self, tensors: Sequence[Tensor | None], form: Form, size: int) -> Tensor:
+        """A copy: what a stage makes may lie in memory that it writes to again."""
+        if self._links.plain and alone(form) and tensors[0] is not None:
+            return tensors[0].detach().clone(memory_format=torch.contiguous_format)
+        buffer = self._links.buffer(size)
+        pack(tensors, form, buffer)
+        return buffer
 
     def send_gradients(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
         self._take_turn(message)
         form = self._forms[message.edge, message.micro]
         if size := packed_gradients_size(form):
-            buffer = self._links.buffer(size)
-            pack_gradients(gradients, form, buffer)
+            buffer = packed_gradient(gradients, form) if self._links.plain else None
+            if buffer is None:
+                buffer = self._links.buffer(size)
+                pack_gradients(gradients, form, buffer)
             self._dispatch(message, buffer, header=False)
 
     def finish(self) -> None:
         """Wait until all is sent."""
         for sent in [sent for all_sent in self._sent.values() for sent in all_sent]:
-            with waiting("delivery of what was sent", sent.message, self._rank(self._route.receiver(sent.message))):
+            receiver = self._links.name(self._route.receiver(sent.message))
+            with waiting("delivery of what was sent", sent.message, receiver):
                 sent.work.wait()
         self._sent.clear()
 
@@ -147,11 +180,11 @@ class Exchange:
 
     def _announce(self, message: Message, tensors: Sequence[Tensor | None]) -> Form:
         """Tell the other end what comes, unless it knows."""
-        form = form_of(tensors, training=self._training)
+        form = form_of(tensors, training=self._route.trains)
         known = self._known_form(message)
         if known is None:
             self._send_header(message, form)
-            self._links.announced[self._announcement(message)] = form
+            self._all_announced(message)[message.edge] = form
         elif not same_form(form, known):
             raise _differs(message, self._route.keys[message.edge], form, known)
         self._forms[message.edge, message.micro] = known or form
@@ -189,6 +222,8 @@ class Exchange:
         """Wait for what another stage made: leaves of a graph to be, on the device."""
         buffer = self._wait(message)
         form = self._forms[message.edge, message.micro]
+        if buffer is not None and self._links.plain and (field := alone(form)) is not None:
+            return [buffer.requires_grad_(field.wants_gradient)]
         return unpack(self._links.to_device(self._links.buffer(0) if buffer is None else buffer), form)
 
     def receive_gradients(self, message: Message) -> list[Tensor | None]:
@@ -201,14 +236,15 @@ class Exchange:
 
     def wants_gradients(self, message: Message) -> list[bool]:
         """Whether each tensor on this edge wants a gradient."""
-        return [field is not None and field.wants_gradient for field in self._forms[message.edge, message.micro]]
+        return [field is not None for field in gradients_form(self._forms[message.edge, message.micro])]
 
     def expect(self, messages: Iterable[Message]) -> None:
         """Begin to receive these, as far as can be told what they are, so that they travel while this rank computes."""
         for message in messages:
-            queue = self._to_receive[self._lane(message)]
-            while message in queue and self._may_begin(queue[0]):
-                self._begin_next(queue)
+            if message not in self._arriving:
+                queue = self._to_receive[self._lane(message)]
+                while message not in self._arriving and self._may_begin(queue[0]):
+                    self._begin_next(queue)
 
     def _wait(self, message: Message) -> Tensor | None:
         queue = self._to_receive[self._lane(message)]
@@ -217,7 +253,7 @@ class Exchange:
         arrival = self._arriving.pop(message)
         if arrival is None:
             return None
-        with waiting(_receiving(message), message, self._rank(self._route.sender(message))):
+        with waiting(_receiving(message), message, self._links.name(self._route.sender(message))):
             buffer = arrival.wait()
         self._settle(message)
         return buffer
@@ -235,31 +271,33 @@ class Exchange:
         form = self._form(message) or self._read_header(message)
         self._forms[message.edge, message.micro] = form
         size = packed_gradients_size(form) if message.backward else packed_size(form)
-        self._arriving[message] = self._begin(message, size, header=False) if size else None
+        if not size:
+            self._arriving[message] = None
+        elif self._links.plain and not message.backward and (field := alone(form)) is not None:
+            self._arriving[message] = self._begin(message, torch.empty(field.shape, dtype=field.dtype), header=False)
+        else:
+            self._arriving[message] = self._begin(message, self._links.buffer(size), header=False)
 
-    def _begin(self, message: Message, size: int, *, header: bool) -> Arrival:
-        return self._links.receive(size, self._route.sender(message), self._route.tag(message, header=header))
+    def _begin(self, message: Message, buffer: Tensor, *, header: bool) -> Arrival:
+        return self._links.receive(buffer, self._route.sender(message), self._route.tag(message, header=header))
 
     def _begin_header(self, message: Message) -> None:
         if message not in self._headers:
-            self._headers[message] = self._begin(message, FRAME, header=True)
+            self._headers[message] = self._begin(message, self._links.buffer(FRAME), header=True)
 
     def _read_header(self, message: Message) -> Form:
         assert not message.backward, f"{message} cannot come before what it is the gradient of"
         self._begin_header(message)
-        with waiting(_receiving(message), message, self._rank(self._route.sender(message))):
+        with waiting(_receiving(message), message, self._links.name(self._route.sender(message))):
             frame = self._headers.pop(message).wait().cpu()
         length = int(frame[:_LENGTH].view(torch.int64))
         text = frame[_LENGTH : _LENGTH + length]
         if _LENGTH + length > FRAME:
-            rest = self._begin(message, _LENGTH + length - FRAME, header=True).wait().cpu()
+            rest = self._begin(message, self._links.buffer(_LENGTH + length - FRAME), header=True).wait().cpu()
             text = torch.cat([text, rest])
         form = from_json(tensor_to_json(text))
-        self._links.announced[self._announcement(message)] = form
+        self._all_announced(message)[message.edge] = form
         return form
-
-    def _rank(self, place: int) -> str:
-        return str(self._links.ranks[place])
 
     # ---- what is known ----
 
@@ -268,10 +306,14 @@ class Exchange:
         return found if found is not None or message.backward else self._known_form(message)
 
     def _known_form(self, message: Message) -> Form | None:
-        return None if self._links.dynamic_shapes else self._links.announced.get(self._announcement(message))
+        return None if self._links.dynamic_shapes else self._all_announced(message).get(message.edge)
 
-    def _announcement(self, message: Message) -> tuple[Edge, Hashable]:
-        return message.edge, (self._signature(message.micro), self._training)
+    def _all_announced(self, message: Message) -> Announced:
+        found = self._announced.get(message.micro)
+        if found is None:
+            batch = self._signature(message.micro), self._route.trains
+            found = self._announced[message.micro] = self._links.announced.setdefault(batch, {})
+        return found
 
     def _lane(self, message: Message) -> Hashable:
         """Messages that have to begin one after the other: a header tells the form of those behind it."""
