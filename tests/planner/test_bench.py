@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from harness import context
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
+from echelon.planner.machines.bench import crew
 from echelon.planner.machines.bench.crew import run_ranks
 from echelon.planner.machines.bench.figures import alpha_beta, rising
 from echelon.planner.machines.bench.file import default_path
@@ -33,10 +40,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+class Warm:
+    """A process of a measurement as crew.py starts it, forked with torch imported already: to crew.py it is a Popen."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._process = context.Process(target=_be, args=(command, env), daemon=True)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _be(command: list[str], env: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    _, _, module, *sys.argv[1:] = command
+    runpy.run_module(module, run_name="__main__")
+
+
+def start(command: list[str], env: dict[str, str]) -> Any:
+    """The first process starts as a user's does; the others do the same, and are spared importing torch."""
+    first = env["RANK"] == "0" and "--engine" not in command
+    return subprocess.Popen(command, env=env) if first else Warm(command, env)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A measurement by two real processes, and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(crew, "subprocess", SimpleNamespace(Popen=start))
         path = bench(tmp_path_factory.mktemp("bench") / "deep" / "bench.json", procs=2, quick=True)
     return path, said.getvalue()
 
