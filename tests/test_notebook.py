@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import LIMIT
 from torch import Tensor, nn
 
 import echelon
@@ -136,12 +137,12 @@ def test_in_the_kernel_of_a_notebook() -> None:
     """Functions of cells, what they close over, rank 0's output, an error, and a kernel that lives on."""
     from jupyter_client.manager import start_new_kernel
 
-    manager, client = start_new_kernel()
+    manager, client = start_new_kernel(startup_timeout=LIMIT)
     heard: list[tuple[str, Any]] = []
     try:
         for cell in CELLS:
             client.execute_interactive(
-                cell, timeout=60, output_hook=lambda message: heard.append((message["msg_type"], message["content"]))
+                cell, timeout=LIMIT, output_hook=lambda message: heard.append((message["msg_type"], message["content"]))
             )
     finally:
         client.stop_channels()

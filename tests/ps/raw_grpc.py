@@ -68,7 +68,7 @@ class Caller:
 
     def __init__(self, endpoint: str, path: str = EXCHANGE, token: str | None = None) -> None:
         host, port = endpoint.rsplit(":", 1)
-        self._socket = socket.create_connection((host, int(port)), timeout=5)
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
         self.raw(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, headers(path, token)))
 
     def raw(self, data: bytes) -> None:
@@ -81,7 +81,7 @@ class Caller:
             self.raw(frame(DATA, 0, 1, piece))
         self.raw(frame(DATA, END_STREAM if end else 0, 1, pieces[-1]))
 
-    def drain(self, seconds: float = 5.0) -> bytes:
+    def drain(self, seconds: float = 60.0) -> bytes:
         """What the server says until the call is over, or it hangs up."""
         self._socket.settimeout(seconds)
         heard = b""

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from counting_server import Counting, free_endpoint, rows_of
+from harness import LIMIT
 from pyarrow import flight
 from raw_grpc import ACTION, DATA, EXCHANGE, PREFACE, Caller, arrow_parts, flight_data, frame, message
 from serving_process import ServerProcess
@@ -69,7 +70,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 def connect(target: Target) -> socket.socket:
     host, port = target.endpoint.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def hurl(target: Target, data: bytes) -> None:
@@ -164,7 +165,7 @@ def test_messages_that_are_shorter_than_they_say(target: Target):
 def exchange(target: Target, schema: pa.Schema, batches: list[pa.RecordBatch], path: bytes = b"frames") -> list[dict]:
     """The heads of the answers to batches of any schema."""
     client = flight.FlightClient(f"grpc+tcp://{target.endpoint}")
-    options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=10)
+    options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=LIMIT)
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(path), options)
     try:
         writer.begin(schema)
@@ -308,7 +309,7 @@ def test_actions_that_are_not_there_or_make_no_sense(target: Target):
     def act(name: str, body: bytes) -> object:
         client = flight.FlightClient(f"grpc+tcp://{target.endpoint}")
         try:
-            options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=10)
+            options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=LIMIT)
             return [result.body.to_pybytes() for result in client.do_action(flight.Action(name, body), options)]
         finally:
             client.close()
@@ -320,7 +321,7 @@ def test_actions_that_are_not_there_or_make_no_sense(target: Target):
     (answer,) = act("beat", b'{"worker":"x"}')
     assert "error" in json.loads(answer)
     client = flight.FlightClient(f"grpc+tcp://{target.endpoint}")
-    options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=10)
+    options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=LIMIT)
     refused(lambda: client.do_get(flight.Ticket(b"x"), options))
     refused(lambda: list(client.list_flights(options=options)))
     refused(lambda: client.get_flight_info(flight.FlightDescriptor.for_command(b"x"), options))
@@ -381,7 +382,7 @@ def test_a_server_that_is_full_says_so_and_takes_the_next_when_one_has_gone():
     np.testing.assert_array_equal(waiting.result().arrays[0], rows_of(IDS))
     for link in [*links, fourth, impatient]:
         link.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     while server.streams and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.streams == 0

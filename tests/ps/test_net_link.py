@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from counting_server import Counting, Process, free_endpoint, rows_of, serving
+from harness import LIMIT
 
 import echelon
 from echelon.errors import EchelonError, PeerLost
@@ -292,5 +293,5 @@ test_net_link._leave_it_open({{endpoint!r}}, {str(tmp_path / "seen")!r})
 """
     with serving() as server:
         command = [sys.executable, "-c", program.format(endpoint=server.endpoint)]
-        ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+        ended = subprocess.run(command, timeout=LIMIT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (7, "")
