@@ -21,17 +21,23 @@ from harness import run
 from torch import Tensor, nn
 
 import echelon
-from echelon.annotation import annotate, collect, pipeline, split, stage
+from echelon.annotation import Marks, annotate, collect, pipeline, split, stage
 from echelon.environment import PLAN_ONLY
 from echelon.errors import UsageError
 from echelon.footprint import Footprint, Job, find_footprint
 from echelon.footprint.asked import Asked
 from echelon.footprint.command import memory_words
 from echelon.footprint.kept import LOSS
+from echelon.marks import Pipeline
 from echelon.optim import LAMB, LARS
 from echelon.parallel.holdings import Holdings
 from echelon.plan.foretell import is_placeholder
+from echelon.planner.draft import Draft
+from echelon.planner.explain import asked as plans
+from echelon.planner.explain.source import find_source
+from echelon.planner.machines.cluster import Cluster
 from echelon.planner.model.profile import Profile, profile
+from echelon.planner.run.saved import SavedPlan
 from echelon.record import read
 from echelon.record.tensors import measured
 from echelon.slices import Slices
@@ -389,6 +395,13 @@ def _listened(script: str) -> Any:
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "optimizer": "adamm"}, "no 'adamm'"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "shard": 5}, "shard=5"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 0}, "expected 1 or more"),
+        ("gpt:layers=2,hidden=8,heads=2,sequence=4", {"batch": 1, "split": 64}, "can be cut in at most 2; take fewer"),
+        (
+            "gpt:layers=2,hidden=8,heads=2,sequence=4",
+            {"batch": 1, "stages": 2, "lean": True},
+            "lean and pipeline do not",
+        ),
+        ("gpt:layers=2,hidden=8,heads=2,sequence=4", {"batch": 1, "stages": 2, "procs": 3}, "3 is not a multiple"),
     ],
 )
 def test_mistakes_are_one_line(model: str, words: dict[str, Any], line: str) -> None:
@@ -404,3 +417,20 @@ def test_the_tables_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith(f"gpt(3 layers, hidden 64), adamw: {how}\n")
     assert "1 .. 3, each of 3" in shown
     assert "the peak would be lower with" in shown
+
+
+def test_a_saved_plan_holds_what_the_same_words_do(tmp_path: Path) -> None:
+    model = "gpt:layers=4,hidden=32,heads=2,sequence=8,vocabulary=60"
+    looked = find_source(plans.Asked(model=model, cluster="1xCPU", batch=8), Cluster.parse("1xCPU")).profile
+    draft = Draft(batch=8, stage=2, cuts=(3,), micro_batches=2, schedule="1f1b", replicate=2, shard=1)
+    SavedPlan.of(draft, looked).save(tmp_path / "plan.json")
+    planned = asked(model, [], plan=str(tmp_path / "plan.json"))
+    marks = Marks(
+        units={name: int(at >= 3) for at, name in enumerate(looked.names)}, splits={}, replicates=(),
+        pipeline=Pipeline(micro_batches=2), default=None,
+    )  # fmt: skip
+    written = find_footprint(looked, Job(samples=4, procs=4, strategy=Strategy(shard=1), marks=marks), "adamw")
+    assert planned == written
+    assert [one.place for one in planned.each] == ["stage 0", "stage 1"]
+    with pytest.raises(UsageError, match="the plan says how to train, and --shard too"):
+        asked(model, [], plan=str(tmp_path / "plan.json"), shard=2)

@@ -125,5 +125,7 @@ def _notes(spread: Spread) -> Iterator[str]:
         yield "lean moves remainders and moments to host memory where the device has no room; here all are on it"
     if len({place.holding.total("parameters") for place in spread.places}) > draft.stage and draft.split > 1:
         yield "the parts of a split differ: activations and the peak are reckoned for the first rank's"
+    if spread.rough:
+        yield "several modules are recomputed together: the peak is rough, within some 20 %"
     if plan.local is not None or plan.dgc is not None:
         yield "what LocalSGD and DGC keep beside the weights is in 'exchange', as plans count it"

@@ -23,8 +23,8 @@ from echelon.planner.model.profile import Profile
 
 #: What the peak is made of, as the planner's Memory names it.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
-#: Bytes for each entry that a lean update goes over at a time on a CPU; measured on weights of 2^20 entries (a GPU has one
-#: kernel for it).
+#: Bytes for each entry that a lean update goes over at a time on a CPU, measured on weights of 2^20 entries; a GPU has
+#: one kernel for it.
 LEAN_ON_CPU = 68
 
 
@@ -59,6 +59,10 @@ class Spread:
     @property
     def peak(self) -> int:
         return max(place.peak for place in self.places)
+
+    @property
+    def rough(self) -> bool:
+        return _is_long(self.plan)
 
 
 class Peaks:
