@@ -84,8 +84,8 @@ def _last_line(fence: re.Match[str] | None) -> dict[str, Any]:
 
 
 def launch(words: list[str], cwd: Path) -> str:
-    with pytest.MonkeyPatch.context() as patient:  # it starts three processes with torch, and other tests run meanwhile
-        patient.setattr(command, "LIMIT", 240.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "warm", True)  # three processes with torch
         ended = command.echelon(*words, cwd=cwd, OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err
     return ended.out
