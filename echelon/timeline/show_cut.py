@@ -47,7 +47,8 @@ def _rank(row: dict[str, Any], running: bool) -> str:
     if row["said"]:
         words += f"; it ended with {row['said']}"
     elif row["said"] is None and not running:
-        early = f", {duration(row['silent_ms'] / 1e3)} before the last word of another" if row["silent_ms"] >= 100 else ""
+        silent = row["silent_ms"] / 1e3
+        early = f", {duration(silent)} before the last word of another" if silent >= 0.1 else ""
         words += f"; no word after that{early}"
     return words
 
