@@ -20,6 +20,8 @@ from echelon.world import World
 if TYPE_CHECKING:
     from echelon.parallel.local import LocalSteps
 
+CLOSED = "the engine is closed and trains no more; call distribute() for another"
+
 
 class Company:
     """``step``: the one that this rank is in, or is about to begin."""
@@ -37,7 +39,7 @@ class Company:
     def groups(self) -> Groups:
         """What makes connections, until they are let go of."""
         if self._groups is None:
-            raise UsageError("the engine is closed and trains no more; call distribute() for another")
+            raise UsageError(CLOSED)
         return self._groups
 
     def meet(self) -> None:
@@ -74,7 +76,8 @@ class Company:
 
     def explained(self) -> peers_explained:
         """Around what talks to other ranks."""
-        _ = self.groups  # which are open
+        if self._groups is None:
+            raise UsageError(CLOSED)
         return peers_explained(self.here)
 
     def here(self) -> str:

@@ -75,7 +75,8 @@ class Updates:
                 served.update(self._gradients.own_samples, float(self._gradients.weights))
         if self._shards is not None:
             self._shards.after_step()
-        self._follow(optimizers)
+        if self._schedulers:
+            self._follow(optimizers)
 
     def end(self, step: int, loss: Tensor, rate: float) -> Sequence[str]:
         """Gradients are done with. Where replicas step alone, it may be time to meet. What there is to be said."""
@@ -88,7 +89,7 @@ class Updates:
         return [line for line in (news, met) if line is not None]
 
     def _follow(self, optimizers: Optimizers) -> None:
-        stepped = [self._given[key] for key in optimizers] if self._schedulers else ()
+        stepped = [self._given[key] for key in optimizers]
         for scheduler in self._schedulers:
             if scheduler.optimizer in stepped:
                 scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where servers do it
