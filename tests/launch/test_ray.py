@@ -103,7 +103,7 @@ def carriers(secret, *directories):
     return held
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_job_goes_on_when_a_node_is_lost_and_another_comes(cluster, tmp_path):
     """Training on two nodes ends with the weights of one process; its secret is in no file and no command line."""
     write(tmp_path / "train.py", TRAIN)
