@@ -6,12 +6,16 @@ import array
 import contextlib
 import fcntl
 import ipaddress
+import random
 import socket
 import struct
 from dataclasses import dataclass
 
 from echelon.environment import LOOPBACK
-from echelon.errors import UsageError
+from echelon.errors import EchelonError, UsageError
+
+#: Ports to be listened on later: below those that the kernel deals out, apart from those that jobs agree on (port_for).
+LATER = range(15000, 20000)
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8915, 0x8913, 0x8921, 0x8946
 _IFF_UP = 0x1
@@ -164,12 +168,17 @@ def answers(address: str, port: int, timeout: float) -> bool:
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket(_family(address), socket.SOCK_STREAM)) for _ in range(count)]
-        for probe in probes:
-            probe.bind((address, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """Ports that were free a moment ago, all different, for processes that will listen there: until they do, which
+    may take seconds, the kernel gives none of them to anybody who asks for any."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(LATER, len(LATER)):  # a seed of the user's would be the same everywhere
+        if len(found) == count:
+            return found
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
+            probe.bind((address, port))
+            found.append(port)
+    raise EchelonError(f"{count} free ports were looked for at {address} between {LATER[0]} and {LATER[-1]}; free some")
 
 
 def endpoint(address: str, port: int) -> str:
