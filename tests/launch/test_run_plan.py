@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
 import torch
 from command import echelon, here, processes_with, write
@@ -167,8 +168,9 @@ def taken(out: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_the_quickest_trial_is_taken_and_what_runs_out_of_memory_or_dies_harms_nothing(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(command, "LIMIT", 280.0)  # four trials, each with two fresh starts
     described(tmp_path / "machine.yaml", link=1e-4)
     script(tmp_path / "train.py", TRIED)
     end = echelon("run", "--procs", 2, "train.py", tmp_path.name, cwd=tmp_path)
