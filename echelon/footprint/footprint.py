@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from echelon.errors import UsageError
 from echelon.footprint.job import Job, Optimizers
 from echelon.footprint.kept import LOSS, Kept, kept_by_stage
 from echelon.footprint.means import alternatives
@@ -110,7 +111,11 @@ def _savings(peaks: Peaks, job: Job, spread: Spread, optimizers: Optimizers) -> 
         if isinstance(other, str):
             refused.append(f"{what} is left out: {other}")
             continue
-        lower = spread.peak - peaks.spread(other).peak
+        try:
+            lower = spread.peak - peaks.spread(other).peak
+        except UsageError as error:  # of this model no such plan can be made
+            refused.append(f"{what} is left out: {str(error).partition('; ')[0]}")
+            continue
         if lower > 0:
             found.append(Saving(what, lower))
     return tuple(sorted(found, key=lambda saving: -saving.bytes)), refused
