@@ -211,23 +211,27 @@ class Engine:
             self._apply(self.optimizers, tally)
         return tally.loss
 
-    def backward(self, loss: Tensor) -> None:
-        """For a loop of your own: add this loss's gradients. They stay local until ``update``."""
+    def backward(self, loss: Tensor, samples: float | None = None) -> None:
+        """For a loop of your own: add this loss's gradients. They stay local until ``update``.
+
+        ``samples`` is what ``update`` takes, told before: batch norm over replicas needs it where batches differ.
+        """
         self._need_plan()
         refuse_own_loop(self.plan, self.served is not None)
-        self._passes.add(loss)
+        self._passes.add(loss, samples)
 
     @together("communicate")
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.
 
-        Ranks count alike in the mean unless each says how many ``samples`` its gradients stand for.
+        Ranks count alike in the mean unless each says how many ``samples`` its gradients stand for, here or in
+        ``backward``.
         """
         self._need_plan()
         chosen = self._updates.chosen(optimizer)
         self._clock.lap("backward")
         with self._company.explained():
-            tally = self._passes.reduce(chosen, 1.0 if samples is None else samples, self.steps)
+            tally = self._passes.reduce(chosen, samples, self.steps)
         self._clock.lap("communicate")
         self._apply(chosen, tally)
 

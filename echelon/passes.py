@@ -61,6 +61,9 @@ class TrainingPasses:
         # Of all ranks that work on one batch, one speaks for it.
         self.speaks = self._is_last and (parts.plan.spread or grid.at["split"] == 0)
         self._given = torch.zeros(())  # sum of the losses that ``add`` was given since ``reduce``
+        self._told: list[float | None] = []  # and the samples, each time
+        self._replicas = parts.plan.replicas
+        self._mixes = bool(parts.plan.sync_batch_norm) and self._op != "sum"  # backward itself adds up over replicas
 
     def run(self, batch: Any, count: float, step: int, forward: Callable[[Any], Tensor]) -> Tally | StagedTally:
         """A pass of ``step``; the last of those that are merged for an update reduces gradients too.
@@ -75,17 +78,32 @@ class TrainingPasses:
         self._note(step, tally)
         return tally
 
-    def add(self, loss: Tensor) -> None:
+    def add(self, loss: Tensor, samples: float | None = None) -> None:
         """For a loop of the user's own: backward of this loss, and nothing else until ``reduce``."""
-        self._gradients.add_local(scalar(loss))
+        self._told.append(samples)
+        if self._told[0] != samples:
+            raise UsageError(
+                f"backward() was given samples={self._told[0]} and then samples={samples} for one update; losses that "
+                "are added up for an update stand for the same samples"
+            )
+        self._gradients.add_local(scalar(loss), 1.0 if samples is None else samples)
         self._given = self._given + loss.detach()
 
-    def reduce(self, optimizers: Collection[str], weight: float, step: int) -> Tally:
-        """What has been added, for these optimizers; this rank counts in the mean as ``weight``."""
+    def reduce(self, optimizers: Collection[str], samples: float | None, step: int) -> Tally:
+        """What has been added, for these optimizers; this rank counts in the mean as ``samples``."""
+        told = self._told[0] if self._told else None
+        if None not in (told, samples) and told != samples:
+            raise UsageError(f"update() was given samples={samples}, but backward() samples={told}; give it to one")
+        weight = next((known for known in (told, samples) if known is not None), 1.0)
         tally = Tally(self._given.to(self._device), weight, self._op, self._group)
-        self._gradients.reduce(optimizers, weight, tally, step)
+        if self._mixes and told is None and samples is not None and tally.samples != weight * self._replicas:
+            raise UsageError(
+                "batch norm has statistics over all replicas, and their batches have different lengths: losses must be "
+                "weighed before backward then; give engine.backward(loss, samples=...), not engine.update(samples=...)"
+            )
+        self._gradients.reduce(optimizers, weight, tally, step, weighed=told is not None)
         self._note(step, tally)
-        self._given = torch.zeros(())
+        self._given, self._told = torch.zeros(()), []
         return tally
 
     def judge(self, batch: Any) -> list[Judged]:

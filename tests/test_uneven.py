@@ -80,6 +80,40 @@ def test_samples_by_the_million_are_counted_exactly() -> None:
             assert loss == pytest.approx((first + 4 * second) / (first + second), rel=1e-6)
 
 
+SHARES = (slice(0, 5), slice(5, 12))  # of 12 samples, on two ranks
+
+
+def own_loop(told: str) -> list[Any]:
+    """Losses and weights of a loop of its own with batch norm; ``told``: where the number of samples is."""
+    echelon.init()
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    engine = echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), log=QUIET)
+    g = torch.Generator().manual_seed(5)
+    x, y = torch.randn(12, 4, generator=g), torch.randn(12, 1, generator=g)
+    if echelon.world_size() > 1:
+        x, y = (part[SHARES[echelon.rank()]] for part in (x, y))
+    for _ in range(4):
+        engine.backward((model(x) - y).square().mean(), **({"samples": len(x)} if "backward" in told else {}))
+        engine.backward(model(x).abs().mean(), **({"samples": len(x)} if told.startswith("backward") else {}))
+        engine.update(**({"samples": len(x) + told.count("!")} if "update" in told else {}))
+    return [engine.whole_state()]
+
+
+def test_a_loop_of_its_own_with_batch_norm_over_batches_of_different_lengths() -> None:
+    [one] = run(own_loop, "backward", ranks=1)[0]
+    for told in ("backward", "backward and update"):
+        for [mine] in run(own_loop, told, ranks=2):
+            for name, expected in one.items():
+                torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_samples_that_are_told_too_late_or_twice_are_refused() -> None:
+    assert "give engine.backward(loss, samples=...)" in errors(own_loop, "update", ranks=2)[0]
+    assert "update() was given samples=6, but backward() samples=5" in errors(own_loop, "backward, update!", ranks=2)[0]
+    assert "samples=5 and then samples=None for one update" in errors(own_loop, "first backward", ranks=2)[0]
+
+
 def test_split_shards_of_different_widths() -> None:
     wide = split(weights=WIDE)
     many = check({"embed": wide, "head": wide, "blocks.*": wide})

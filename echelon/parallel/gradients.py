@@ -138,18 +138,22 @@ class Gradients:
         """What can take a step's loss along. Not where the number of samples must be known before backward."""
         return self._carrier if self.assumed is not None else None
 
-    def add_local(self, loss: Tensor) -> None:
-        """Backward and nothing else; ``reduce`` follows when the user says so."""
-        self.clear()
-        backward_of(loss, self._scaler.scale)
+    def add_local(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Backward and nothing else; ``reduce`` follows when the user says so.
 
-    def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally, step: int) -> None:
-        """Reduce what ``add_local`` gathered, this rank counting as ``samples``."""
+        weight: what this rank counts as. Weighed afterwards is the same, but for what backward itself adds up over
+        replicas (batch norm).
+        """
+        self.clear()
+        backward_of(loss, self._scaler.scale * (weight if self._together and not self._sum else 1.0))
+
+    def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally, step: int, weighed: bool = False) -> None:
+        """Reduce what ``add_local`` gathered, this rank counting as ``samples``; ``weighed`` there, or not yet."""
         self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
         self.assumed, self._boost = tally.samples, 1.0
         chosen = list(optimizers)
         if self._together and not self._sum:
-            self._scale(samples / tally.samples)
+            self._scale((1.0 if weighed else samples) / tally.samples)
         self._arm(chosen, step)
         self._reduce(chosen)
         self._settle(chosen, step)

@@ -25,6 +25,7 @@ class Witnessed(Engine):
     """What the witness may ask, and where it comes in."""
 
     witness: Witness
+    _samples: float | None = None  # that ``backward`` was given for the update to come
 
     # ---- where the witness comes in ----
 
@@ -52,12 +53,14 @@ class Witnessed(Engine):
         losses = [super(Witnessed, self)._loss(piece.batch) * piece.weight for piece in inputs.pieces]
         return torch.stack(losses).sum()
 
-    def backward(self, loss: Tensor) -> None:
-        super().backward(self.witness.backward(self, loss))
+    def backward(self, loss: Tensor, samples: float | None = None) -> None:
+        self._samples = samples
+        super().backward(self.witness.backward(self, loss), samples)
 
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
-        self.witness.update(self, optimizer, samples)
+        self.witness.update(self, optimizer, self._samples if samples is None else samples)
         super().update(optimizer, samples)
+        self._samples = None
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         return self.witness.loader(super().loader(dataset, **options))

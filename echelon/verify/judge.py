@@ -187,8 +187,7 @@ class _Case:
             beyond = [name for name, apart in one[what].items() if not apart[1] <= getattr(limits, what)]
             if beyond:
                 name = sorted(beyond, key=self._at)[-1 if last else 0]
-                hint = self._about_gradient(mine) if last else ""
-                hint = hint if math.isfinite(one[what][name][1]) else "it is there on one side only, or not finite"
+                hint = "" if math.isfinite(one[what][name][1]) else "it is there on one side only, or not finite"
                 kind = self._kind(name.rpartition(".")[0])
                 return Parting(at + 1, "gradients" if last else "weights", name, kind, one[what][name][1], hint)
         return None
@@ -201,14 +200,6 @@ class _Case:
         if replicas > 1 and abs(times - replicas) < 1e-3 * replicas:
             return f"one process's is {replicas} times as large, as there are {replicas} replicas: a sum, not a mean?"
         return ""
-
-    def _about_gradient(self, step: Mapping[str, Any]) -> str:
-        if not (self._plan.get("batch_norm") and _ragged(step)):
-            return ""
-        return (
-            "batch norm over batches of different lengths is exact in engine.step() alone: in a loop of your own let "
-            "them be equal (uneven='drop')"
-        )
 
     def _at(self, parameter: str) -> int:
         """When the module that has it is done."""

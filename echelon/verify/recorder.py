@@ -162,7 +162,6 @@ class Recorder(Witness):
             "own_loop": self._own_loop,
             "events": self._loop.kinds,
             "stray": sorted(self._loop.stray),
-            "batch_norm": bool(batch_norm_names(model)),
             "micro": plan.pipeline.micro_batches if plan.pipeline and looks_around else 1,
         }
         if engine.world.rank == 0:
