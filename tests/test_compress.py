@@ -205,7 +205,7 @@ def rounding(history: tuple[list[np.ndarray], list[float]], momentum: float) -> 
 
 
 @given(history=histories(), wire=st.sampled_from(WIRES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_was_sent_and_what_is_left_are_what_was_produced(
     history: tuple[list[np.ndarray], list[float]], wire: torch.dtype | None
 ) -> None:
@@ -216,7 +216,7 @@ def test_what_was_sent_and_what_is_left_are_what_was_produced(
 
 
 @given(history=histories(), wire=st.sampled_from(WIRES), nesterov=st.booleans(), momentum=st.sampled_from([0.5, 0.9]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_with_momentum_the_account_balances_too(
     history: tuple[list[np.ndarray], list[float]], wire: torch.dtype | None, nesterov: bool, momentum: float
 ) -> None:

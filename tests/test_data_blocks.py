@@ -58,7 +58,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(layouts, st.sampled_from(["join", "pad", "drop"]), st.integers(1, 20))
 def test_each_row_once_and_stopping_changes_nothing(layout, uneven, stop):
     data = Numbered(layout.pop("sizes"), layout.pop("in_order"))

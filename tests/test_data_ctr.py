@@ -108,7 +108,7 @@ def test_whole_numbers_in_parquet_have_the_ids_of_their_text(tmp_path):
     assert label.tolist() == [0, 1, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.none(), st.binary(max_size=40), st.text(max_size=20).map(str.encode)), max_size=30),
     st.integers(0, 2**64 - 1),

@@ -98,7 +98,7 @@ def test_one_process_equals_a_loop_over_tokens(case: dict[str, Any]) -> None:
     torch.testing.assert_close(gradients(layer, x, loss_of(output) + layer.auxiliary_loss), expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(2, 7), st.integers(1, 20), st.floats(0.05, 3), st.sampled_from([1, 2]))
 def test_any_size_equals_the_loop(experts: int, count: int, capacity: float, top: int) -> None:
     layer, x = make(experts, top=top, capacity=capacity), tokens_for(count)

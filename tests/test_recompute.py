@@ -494,7 +494,7 @@ def best_by_trying_all(weights: list[int], parts: int) -> int:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_balance_is_the_best_there_is(weights: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
     cuts = balance(weights, parts)
@@ -505,7 +505,7 @@ def test_balance_is_the_best_there_is(weights: list[int], data: st.DataObject) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=16))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_chain_is_never_cut_before_an_in_place_child(children: list[tuple[int, bool]]) -> None:
     kept, in_place = [size for size, _ in children], [changes for _, changes in children]
     cuts = cut_chain(kept, in_place)

@@ -322,7 +322,7 @@ def test_an_error_of_the_model_is_its_own() -> None:
         lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=2), inner),
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_what_is_taken_apart_goes_together_again(value: Any) -> None:
     parts = take_apart(value)
     assert parts.together(parts.leaves) == value
@@ -418,7 +418,7 @@ def test_units_that_are_called_again_stay_together() -> None:
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_other_cut_is_quicker(sizes: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(sizes)))
     speeds = tuple(data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=stages, max_size=stages)))

@@ -57,7 +57,7 @@ def test_every_action_once_on_the_right_rank_and_in_an_order_that_can_be(name: S
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_interleaved_has_the_papers_bubble_for_any_number_of_micro_batches(
     ranks: int, micros: int, chunks: int
 ) -> None:
@@ -159,7 +159,7 @@ def plain(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_makespan_is_the_longest_path(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(NAMES))
     ranks, micros = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
@@ -212,7 +212,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(2, 5), st.integers(1, 9), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranks_that_take_part_in_messages_in_order_never_wait_in_a_circle(
     name: ScheduleName, ranks: int, micros: int, random: Any
 ) -> None:

@@ -732,7 +732,7 @@ OPERATIONS: list[Callable[[Any], Any]] = [
     st.integers(1, 3),
     st.sampled_from([None, (3, 2)]),
 )
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 def test_parts_keep_their_place_through_changes_of_shape(chosen: list[int], along: int, rows: Any) -> None:
     full = randn(sum(rows) if rows else 5, 4, 6, 4)
     sizes = SplitAxis(None, 0, 2).sizes(full.shape[along], (1.0, 1.0) if along == 1 else (2.0, 1.0))

@@ -108,7 +108,7 @@ def test_a_sample_that_sees_only_one_side_costs_no_exactness(large_in_sample: bo
     values=arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(width=32, allow_nan=False)),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_short_vector(values: np.ndarray, data: st.DataObject) -> None:
     check(values, data.draw(st.integers(0, values.size)))
 
@@ -120,7 +120,7 @@ def test_any_short_vector(values: np.ndarray, data: st.DataObject) -> None:
     share=st.floats(0.0, 0.4),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_long_vector_of_few_values_and_any_period(
     palette: np.ndarray, period: int, n: int, share: float, seed: int
 ) -> None:

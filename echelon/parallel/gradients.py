@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -293,7 +294,8 @@ def backward_of(loss: Tensor, weight: Tensor | float) -> None:
     if isinstance(weight, Tensor):
         gradient = weight.to(loss.device, loss.dtype)
     else:
-        gradient = torch.scalar_tensor(weight, dtype=loss.dtype, device=loss.device)
+        told = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may be beyond it
+        gradient = torch.scalar_tensor(told, dtype=loss.dtype, device=loss.device)
     if type(loss) is not Tensor:
         loss.backward(gradient)  # type: ignore[no-untyped-call]
         return

@@ -8,6 +8,7 @@ it noted in a part of its own (see ``live``): that is what a run leaves which do
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -127,6 +128,12 @@ class Recording:
         live, recorder = self._under_way.live, self._under_way.recorder
         # a GPU that waits for a rank that is gone would be waited for without end
         kernels = self._stop_device() if error is None else []
+        if error is None and not recorder.spans:  # the run was over before another step began
+            live.remove()
+            self._let_go()
+            with contextlib.suppress(OSError):  # the last rank's leaves it empty
+                self._folder.rmdir()
+            return
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if error is not None else ""
         live.end(said, isinstance(error, PeerLost), kernels)
         self._let_go()

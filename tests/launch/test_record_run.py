@@ -32,7 +32,7 @@ def test_a_restart_is_written_down_the_later_attempt_counts_and_the_failure_is_t
     assert [step.step for step in seen.steps] == [1, 2, 3]
     assert all((step.time or 0.0) >= seen.facts.started for step in seen.steps)
     restart, failed = (event for event in seen.events if event.kind != "notice")
-    assert (restart.kind, restart.rank, failed.kind, failed.rank) == ("restart", None, "failed", None)
+    assert (restart.kind, restart.rank, failed.kind, failed.rank) == ("restart", 0, "failed", 0)
     assert restart.text.endswith("because rank 0 failed with exit code 3")
     assert failed.text in end.err
     assert seen.facts.began < restart.time < seen.facts.started < failed.time

@@ -55,7 +55,7 @@ def test_records_come_back_in_order_from_several_segments(tmp_path):
     assert [record.lsn for record in replay(tmp_path, 3, 3)] == [4, 5, 6, 7]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=70), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_the_sums_show_every_change_of_one_or_two_bits(content, first, second):
     if not content:

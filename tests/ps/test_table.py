@@ -86,7 +86,7 @@ def test_other_seeds_give_other_rows() -> None:
     assert not (one == two).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -14,7 +14,7 @@ from echelon.ps.table import add_rows, dedupe, expand, merge, partition
 ids_lists = st.lists(st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**63 - 1)), max_size=200)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(ids_lists)
 def test_unique_ids_come_in_the_order_of_first_appearance(given_ids: list[int]) -> None:
     ids = np.array(given_ids, np.int64)
@@ -23,7 +23,7 @@ def test_unique_ids_come_in_the_order_of_first_appearance(given_ids: list[int]) 
     np.testing.assert_array_equal(unique[inverse], ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ids_lists, st.integers(1, 1024))
 def test_partition_sorts_by_owner_and_keeps_the_order(given_ids: list[int], servers: int) -> None:
     ids = np.array(given_ids, np.int64)

@@ -271,7 +271,7 @@ def test_only_what_changed_is_written_again_and_removals_with_it() -> None:
     assert not any(len(table.rows_of(b, changed_only=True).removed) for b in range(BUCKETS))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["push", "remove", "save"]), st.sets(st.integers(0, 30), max_size=12)), max_size=14
