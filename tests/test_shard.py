@@ -360,8 +360,7 @@ def all_bytes() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-        tensors = [t for t in tensors if t.layout is torch.strided and not isinstance(t, FakeTensor)]  # it has no memory
-        ]
+        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
     tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # which has no memory
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
