@@ -125,7 +125,8 @@ class TrainingPasses:
         return tally
 
     def _by_stages(self, batch: Any, count: float, step: int, staged: Staged | MicroBatches) -> StagedTally:
-        tally = StagedTally(count, self._is_last, self._op, self._group, self._device)
+        late = self._gradients.assumed is not None or self._op == "sum"
+        tally = StagedTally(count, self._is_last, self._op, self._group, self._device, late)
 
         def train(weight: Tensor | float) -> None:
             tally.close(staged.train(batch, weight))

@@ -102,26 +102,30 @@ def _unpacked(sums: Callable[[], list[float]]) -> Callable[[], tuple[float, floa
 class StagedTally:
     """The same for a pipeline, whose loss only its last stage knows, and only at the end.
 
-    rides:  never: it has two answers
+    rides:  never: several ranks know of one batch
     speaks: whether this rank counts, or only listens: of all that work on one batch, one speaks
+    late:   the number of samples is sent with the loss, where nobody must know it before
     """
 
     rides = False
 
-    def __init__(self, samples: float, speaks: bool, op: str, group: dist.ProcessGroup | None, device: torch.device):
-        self._alone, self._own, self._sum, self._group, self._speaks = (
-            group is None,
-            samples,
-            op == "sum",
-            group,
-            speaks,
-        )
+    def __init__(
+        self,
+        samples: float,
+        speaks: bool,
+        op: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        late: bool = False,
+    ) -> None:
+        self._alone, self._own, self._sum, self._group = group is None, samples, op == "sum", group
         self.local = torch.zeros((), device=device)
-        self._total: Tensor | None = None
-        if group is not None:
-            count = torch.full((), samples if speaks else 0.0, dtype=torch.double, device=device)
-            self._count = start_small_sum(count.reshape(1), group, "number of samples")
-            self._counted: Tensor | None = None
+        self._sums: list[Tensor] = []  # over all ranks, as far as they are here: samples, losses times samples
+        if group is None:
+            return
+        count = torch.full((1,), samples if speaks else 0.0, dtype=torch.double, device=device)
+        self._sent_later = count if late else None
+        self._answers = [] if late else [start_small_sum(count, group, "number of samples")]
 
     def close(self, loss: Tensor) -> None:
         """Backward is over, and ``loss`` the mean over this rank's batch, as far as it knows it."""
@@ -130,21 +134,26 @@ class StagedTally:
             return
         weight = (1.0 if self._sum else self._own) if self._own else 0.0
         mine = self.local.double() * weight if weight else torch.zeros_like(self.local, dtype=torch.double)
-        self._answer = start_small_sum(mine.reshape(1), self._group, "loss")
+        known = mine.reshape(1)
+        if self._sent_later is not None:
+            known = torch.cat([self._sent_later, known])
+        self._answers.append(start_small_sum(known, self._group, "loss"))
 
     @property
     def loss(self) -> Tensor:
         if self._alone:
             return self.local
-        if self._total is None:
-            self._total = self._answer()[0]
-        samples = self.samples
-        return (self._total if self._sum else self._total / samples).to(self.local.dtype)
+        total = self._received(1)
+        return (total if self._sum else total / self.samples).to(self.local.dtype)
 
     @property
     def samples(self) -> Tensor | float:
         if self._alone:
             return self._own
-        if self._counted is None:
-            self._counted = self._count()[0]
-        return self._counted if self._counted.is_cuda else float(self._counted)
+        count = self._received(0)
+        return count if count.is_cuda else float(count)
+
+    def _received(self, place: int) -> Tensor:
+        while len(self._sums) <= place:
+            self._sums += self._answers.pop(0)()
+        return self._sums[place]
