@@ -258,9 +258,11 @@ def test_another_number_of_ranks_cannot_go_on_in_the_middle(day):
 def test_a_loop_left_early_leaves_no_thread(day):
     import threading
 
+    before = set(threading.enumerate())
     for _ in loader(day)[0]:
         break
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("echelon")]
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("echelon")]
 
 
 # -- broken lines -------------------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ def test_a_neighbour_that_lost_its_copy_gets_it_again(tmp_path, line, capfd):
     assert state_of(opened(JOB, directory=tmp_path / "server-0", mirror=line)) == state_of(trained(6, JOB))
 
 
-def test_two_servers_may_mirror_each_other(tmp_path):
+def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("echelon.ps.keeper.CATCH_UP", 3600.0)  # snapshots are taken here alone
     job = make_job(servers=2, mode="async", keeping=Keeping(replica=True, snapshot_every=3600.0))
     lines = [Line(Shard(server, 2)) for server in (1, 0)]  # no job is open there yet
     shards = [opened(job, server, tmp_path / f"server-{server}", lines[server]) for server in range(2)]
