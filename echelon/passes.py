@@ -125,7 +125,7 @@ class TrainingPasses:
         return tally
 
     def _by_stages(self, batch: Any, count: float, step: int, staged: Staged | MicroBatches) -> StagedTally:
-        late = self._gradients.assumed is not None or self._op == "sum"
+        late = not self._gradients.counts_first
         tally = StagedTally(count, self._is_last, self._op, self._group, self._device, late)
 
         def train(weight: Tensor | float) -> None:

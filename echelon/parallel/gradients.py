@@ -135,6 +135,11 @@ class Gradients:
             self._carrier = reducer if isinstance(reducer, Reducer) and reducer.takes_along(group) else None
 
     @property
+    def counts_first(self) -> bool:
+        """Whether backward has to know how many samples all ranks have."""
+        return self.assumed is None and not (self._plain or self._sum)
+
+    @property
     def ride(self) -> TakesAlong | None:
         """What can take a step's loss along. Not where the number of samples must be known before backward."""
         return self._carrier if self.assumed is not None else None
