@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bubbles import job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,21 +165,11 @@ def main() -> None:
     if args.worker:
         worker(args.rounds, args.steps)
         return
-    results = [_job(ranks, args.rounds, args.steps) for ranks in (1, 2)]
+    options = ["--rounds", str(args.rounds), "--steps", str(args.steps)]
+    results = [row for ranks in (1, 2) for row in job(__file__, ranks, options)]
     print(json.dumps(results, indent=1))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _job(ranks: int, rounds: int, steps: int) -> dict[str, object]:
-    command = [sys.executable, "-m", "echelon", "run", "--procs", str(ranks), "--log-dir", "log/overhead", __file__]
-    command += ["--worker", "--rounds", str(rounds), "--steps", str(steps)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT ")]
-    if output.returncode or not lines:
-        sys.exit(f"{ranks} ranks failed:\n{output.stdout}\n{output.stderr}")
-    return dict(json.loads(lines[0].removeprefix("RESULT ")))
 
 
 if __name__ == "__main__":
