@@ -90,8 +90,15 @@ class Process:
         theirs.close()
         self.endpoint: str = ours.recv()
 
-    def signal(self, which: int) -> None:
-        os.kill(self._process.pid or 0, which)
+    def freeze(self) -> None:
+        """Stop the process; when this returns, none of its threads runs any more (the signal alone does not wait)."""
+        os.kill(self._process.pid or 0, signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -215,11 +214,11 @@ def test_a_server_that_froze_is_given_up_and_taken_again_when_it_thaws():
         link = Link(server.endpoint, timeout=60)
         beats = Beats([server.endpoint], 3, every=0.1, links=[link])
         link.call(push(0))
-        server.signal(signal.SIGSTOP)
+        server.freeze()
         waiting = link.send(push(1))
         while link._away_since is None:  # the link has noticed: what waits will not be answered on this connection
             time.sleep(0.01)
-        server.signal(signal.SIGCONT)
+        server.thaw()
         assert waiting.result().head["total"] == 100
         assert link.reconnects >= 1
         beats.close()
