@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from echelon.record.describe import strategy_settings
 from echelon.slices import Slices
 from echelon.slices import current as current_cluster
 from echelon.strategy import Auto, ParameterServer, Strategy
+from echelon.terms import Terms
 from echelon.watch import Log
 from echelon.watch.reporter import report
 from echelon.world import World
@@ -84,7 +85,7 @@ def distribute(
     served = _served(model, asked, optimizers, world)
     world = _world_of(served, world)
     terms = Terms(asked, collect(model), plan, cluster, elastic)
-    terms = terms if witness is None else Terms(*witness.terms(*terms))
+    terms = terms if witness is None else witness.terms(terms)
     settled = _settle(terms, world, model, optimizers, served, found=trial is not None)
     if trial is not None or witness is not None:  # it leaves no trace
         checkpoint, log = None, Log(console=False)
@@ -108,16 +109,6 @@ def distribute(
 
 
 _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
-
-
-class Terms(NamedTuple):
-    """What was asked for, by the script and by the model's marks."""
-
-    strategy: Strategy
-    marks: Marks
-    plan: Plan | SavedPlan | str | Path | None
-    cluster: Slices | None
-    elastic: Elastic | None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from echelon.annotation import Marks
 from echelon.data import Loader
-from echelon.elastic import Elastic
 from echelon.slices import Slices
 from echelon.strategy import Strategy
+from echelon.terms import Terms
 from echelon.verify.batches import Pieces, on_device, read_batch, together
 from echelon.verify.events import Intake, follow
 from echelon.verify.expected import LOOSER, TOLERANCE
@@ -24,7 +24,7 @@ from echelon.verify.measure import gradient_differences, mostly, rounding, weigh
 from echelon.verify.outputs import Outputs
 from echelon.verify.question import Question, leave
 from echelon.verify.stillness import unrest
-from echelon.verify.witness import INITIAL, Terms, Witness, mean_loss
+from echelon.verify.witness import INITIAL, Witness, mean_loss
 
 if TYPE_CHECKING:
     from echelon.verify.engine import Witnessed
@@ -54,11 +54,11 @@ class Replayer(Witness):
         self._listening = contextlib.ExitStack()
         self._added = 0.0
 
-    def terms(self, asked: Strategy, marks: Marks, plan: Any, cluster: Slices | None, elastic: Elastic | None) -> Terms:
+    def terms(self, asked: Terms) -> Terms:
         """Of a strategy, what one process with the global batch would do as well."""
-        shared = {name: getattr(asked, name) for name in ("lars", "lamb", "gradient_merge", "clip")}
+        shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "gradient_merge", "clip")}
         own = Strategy(**shared, amp=False, fast=False)
-        return own, UNMARKED, None, ALONE, None
+        return Terms(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
 
     # ---- a loop of its own ----
 

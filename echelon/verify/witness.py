@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from echelon.annotation import Marks
 from echelon.data import Loader
-from echelon.elastic import Elastic
 from echelon.parallel.collective import gather_json
-from echelon.slices import Slices
-from echelon.strategy import Strategy
+from echelon.terms import Terms
 from echelon.verify.question import Question
 
 if TYPE_CHECKING:
@@ -24,17 +21,15 @@ if TYPE_CHECKING:
 #: The file with the weights that the ranks began with.
 INITIAL = "initial.safetensors"
 
-#: What ``distribute()`` goes by: strategy, marks, plan, cluster, elastic rule.
-Terms = tuple[Strategy, Marks, Any, Slices | None, Elastic | None]
-
 
 class Witness(ABC):
     """Asked by ``distribute()`` for its terms, and then by ``Witnessed``, in this order, in every update."""
 
     question: Question
 
-    def terms(self, asked: Strategy, marks: Marks, plan: Any, cluster: Slices | None, elastic: Elastic | None) -> Terms:
-        return asked, marks, plan, cluster, elastic
+    def terms(self, asked: Terms) -> Terms:
+        """What is gone by in their place."""
+        return asked
 
     def attend(self, engine: Engine) -> Engine:
         """Look on from now on. Another class for the same object: all that it has been told stays as it is."""
