@@ -59,13 +59,14 @@ class Published:
         self.name = f"{shape.layers} layers of {shape.hidden}"
         self.names = ("embedding", *(f"layer {number}" for number in range(shape.layers)), "head")
         self.ties = ((0, shape.layers + 1),) if shape.tied else ()
-        self.tied_weights = (float(shape.vocabulary * shape.hidden),) if shape.tied else ()
 
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
         size = Size(dataclasses.replace(self.shape, layers=0), samples, split)  # depth makes no difference to units
         slower = self.kernels.whole_head if split == 1 else 1.0
         layer = (llama_layer if self.shape.llama else gpt_layer)(size, self.kernels.dtype, self.kernels.along)
-        return Sheet((embedding(size), *([layer] * self.shape.layers), head(size, slower)), samples, split, amp)
+        units = (embedding(size), *([layer] * self.shape.layers), head(size, slower))
+        tied = (self.shape.vocabulary * self.shape.hidden / split,) if self.shape.tied else ()
+        return Sheet(units, samples, split, amp, tied=tied)
 
 
 @dataclass(frozen=True)

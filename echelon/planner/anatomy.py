@@ -130,6 +130,7 @@ class Sheet:
     """All units of a model, in the order they run, for micro-batches of ``samples`` on one of ``split`` devices.
 
     given: bytes of such a micro-batch, targets included
+    tied:  entries that units share, one number for each group of ``Anatomy.ties``; fewer where a split cuts them
     """
 
     units: tuple[Unit, ...]
@@ -137,6 +138,7 @@ class Sheet:
     split: int = 1
     amp: str | None = None
     given: float = 0.0
+    tied: tuple[float, ...] = ()
 
 
 class Anatomy(Protocol):
@@ -154,8 +156,6 @@ class Anatomy(Protocol):
     def names(self) -> tuple[str, ...]: ...
     @property
     def ties(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def tied_weights(self) -> tuple[float, ...]: ...  # entries, one number for each group of ties
     @property
     def splits(self) -> int: ...
     @property

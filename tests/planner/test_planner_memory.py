@@ -40,7 +40,7 @@ class Model:
     units: tuple[Unit, ...]
     name: str = "made up"
     ties: tuple[tuple[int, ...], ...] = ()
-    tied_weights: tuple[float, ...] = ()
+    tied: tuple[float, ...] = ()
     splits: int = 1
     batch: int = 8
     asked: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Model:
 
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
         self.asked.append(samples)
-        return Sheet(self.units, samples, split, amp, given=BATCH)
+        return Sheet(self.units, samples, split, amp, BATCH, self.tied)
 
 
 def unit(**figures: float) -> Unit:
@@ -206,7 +206,7 @@ def test_a_stage_keeps_its_output_and_the_message_of_it() -> None:
 
 
 def test_a_tied_weight_is_held_once_by_each_rank_that_uses_it() -> None:
-    tied = Model(FOUR.units, ties=((0, 3),), tied_weights=(500.0,))
+    tied = Model(FOUR.units, ties=((0, 3),), tied=(500.0,))
     draft = Draft(batch=8, stage=2, cuts=(2,), schedule="1f1b", micro_batches=2)
     first, last = memory(tied, draft, optimizer="adam", place="cpu")
     assert (first.parameters, last.parameters) == (8000, 8000)

@@ -33,7 +33,7 @@ class Chain:
     messages: float = 0.0  # bytes for one sample, exchanged twice in a unit
     statistics: float = 0.0
     ties: tuple[tuple[int, ...], ...] = ()
-    tied_weights: tuple[float, ...] = ()
+    tied: tuple[float, ...] = ()
     splits: int = 8
     batch: int = 8
     name: str = "chain"
@@ -56,7 +56,7 @@ class Chain:
                 output=1e6 * samples,
                 norm_statistics=self.statistics,
             )
-            self._sheets[samples, split] = Sheet((unit,) * self.units, samples, split, amp)
+            self._sheets[samples, split] = Sheet((unit,) * self.units, samples, split, amp, tied=self.tied)
         return self._sheets[samples, split]
 
 
@@ -180,7 +180,7 @@ def test_what_travels_between_stages_is_exposed() -> None:
 def test_tied_weights_are_summed_between_the_stages_that_hold_them() -> None:
     draft = Draft(batch=2, stage=2, cuts=(4,), micro_batches=2, schedule="1f1b")
     apart = foretell(Chain(8), draft).parts["gradients"]
-    tied = foretell(Chain(8, ties=((0, 7),), tied_weights=(1e6,)), draft).parts["gradients"]
+    tied = foretell(Chain(8, ties=((0, 7),), tied=(1e6,)), draft).parts["gradients"]
     assert tied - apart == pytest.approx(4e6 / 1e11)
 
 

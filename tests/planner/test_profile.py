@@ -217,7 +217,7 @@ def test_units_that_are_alike_are_one_object_and_ties_are_known() -> None:
     assert len({id(unit) for unit in units}) == 3
     assert len({id(unit) for unit in units[1:7]}) == 1
     assert found.ties == ((0, 7),)
-    assert list(found.tied_weights) == [500 * 64]
+    assert found.sheet(2).tied == (500 * 64,)
     assert {unit for name, _, _, _, unit in found.parameters if name.startswith("3.")} == {3}
 
 
@@ -313,6 +313,13 @@ def test_what_is_marked_can_be_split() -> None:
         "3.words": "auto",
     }  # fmt: skip
     assert found.splits == 4
+
+
+@pytest.mark.parametrize(("vocabulary", "cut"), [(500, 1), (4096, 2)])
+def test_a_tied_weight_is_as_large_as_the_split_leaves_it(vocabulary: int, cut: int) -> None:
+    found = gpt(2, 64, 4, 32, vocabulary)
+    assert ("0.tokens" in found.split_marks) == (cut == 2)  # a small table is not worth a split
+    assert found.sheet(2, split=2).tied == (vocabulary * 64 / cut,)
 
 
 def send(samples: int, marks: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

@@ -132,7 +132,7 @@ def test_drafts_on_four_ranks_equal_one_process() -> None:
 class Drawing:
     """As much of a profile as ``draft_of`` asks for."""
 
-    name, ties, tied_weights, splits, batch = "drawn", (), (), 2, BATCH
+    name, ties, splits, batch = "drawn", (), 2, BATCH
 
     def __init__(self, name: str) -> None:
         self.names = tuple(names[0] for names in UNITS[name])

@@ -41,7 +41,6 @@ class Blocks:
         self.name, self.widths, self.rows, self.splits, self.batch = "blocks", widths, rows, splits, 1
         self.names = tuple(f"layers.{at}" for at in range(len(widths)))
         self.ties: tuple[tuple[int, ...], ...] = ()
-        self.tied_weights: tuple[float, ...] = ()
         self._sheets: dict[tuple[int, int, str | None], Sheet] = {}
 
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:

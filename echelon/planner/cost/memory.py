@@ -92,7 +92,7 @@ def fullest(
         limit = limits if isinstance(limits, int | float) else limits[rank] if limits else 0.0
         firsts = [first for first, _ in spans]
         found.append(
-            _Rank(facts, stages, _twice(profile, spans, draft.split), _batch(sheet, draft), firsts).fullest(rank, limit)
+            _Rank(facts, stages, _twice(profile, sheet, spans), _batch(sheet, draft), firsts).fullest(rank, limit)
         )
     return tuple(found)
 
@@ -109,15 +109,14 @@ def _batch(sheet: Sheet, draft: Draft) -> float:
     return max(sheet.given * draft.micro_batches - kept, 0.0)
 
 
-def _twice(profile: Anatomy, spans: Sequence[tuple[int, int]], split: int) -> float:
+def _twice(profile: Anatomy, sheet: Sheet, spans: Sequence[tuple[int, int]]) -> float:
     """Entries that several of these units share: each of them counts a weight that is there once."""
 
     def here(unit: int) -> bool:
         return any(first <= unit < end for first, end in spans)
 
     return sum(
-        max(0, sum(map(here, group)) - 1) * entries / split
-        for group, entries in zip(profile.ties, profile.tied_weights, strict=True)
+        max(0, sum(map(here, group)) - 1) * entries for group, entries in zip(profile.ties, sheet.tied, strict=True)
     )
 
 

@@ -273,13 +273,11 @@ class _Replica:
     def _tied(self) -> float:
         """Weights that several stages hold: their gradients are summed too."""
         total = 0.0
-        for units, entries in zip(self.costs.profile.ties, self.costs.profile.tied_weights, strict=True):
+        for units, entries in zip(self.costs.profile.ties, self.costs.units.tied(self.setting), strict=True):
             stages = {sum(unit >= cut for cut in self.draft.cuts) % self.draft.stage for unit in units}
             if len(stages) > 1:
                 width = self.system.reduced or self.system.gradient_bytes(self.draft.amp)
-                total += 2 * max(
-                    self.placement.edges[rank].seconds(entries / self.draft.split * width / 2) for rank in stages
-                )
+                total += 2 * max(self.placement.edges[rank].seconds(entries * width / 2) for rank in stages)
         return total
 
     def _update(self, rank: int) -> float:

@@ -102,6 +102,10 @@ class UnitCosts:
         """Rows: entries that are trained, entries that are not, bytes of weights, units that have any."""
         return self._between_samples("sizes", setting, None, _sizes)
 
+    def tied(self, setting: Setting) -> tuple[float, ...]:
+        """Entries that units share, for each group of them."""
+        return self.sheet(_below(setting), setting.split, setting.amp).tied
+
     def adding(self, setting: Setting, device: Device) -> Sums:
         """Rows: seconds to add gradients to those of earlier micro-batches, and of the host to start that."""
 
@@ -128,7 +132,7 @@ class UnitCosts:
     def _between_samples(self, what: str, setting: Setting, where: Hashable, compute: Callable[[Sheet], Sums]) -> Sums:
         key = what, setting, where
         if key not in self._kept:
-            below = max(1, math.floor(setting.samples))
+            below = _below(setting)
             part = max(0.0, setting.samples - below)
             low = compute(self.sheet(below, setting.split, setting.amp))
             if part > 1e-9:
@@ -180,6 +184,10 @@ class UnitCosts:
         there = sum(message_seconds(message, group) for message in unit.forward.messages)
         back = sum(message_seconds(message, group) for message in unit.backward.messages)
         return part * there, part * back
+
+
+def _below(setting: Setting) -> int:
+    return max(1, math.floor(setting.samples))
 
 
 def _occurrences(sheet: Sheet) -> Counter[int]:

@@ -47,9 +47,9 @@ def _rejected(other: Rejected) -> Remark:
 
 def weights(profile: Anatomy) -> float:
     """Entries of all parameters, those that units share counted once."""
-    held = sum(unit.weights for unit in profile.sheet(1).units)
-    twice = sum((len(tie) - 1) * entries for tie, entries in zip(profile.ties, profile.tied_weights, strict=True))
-    return held - twice
+    sheet = profile.sheet(1)
+    twice = sum((len(tie) - 1) * entries for tie, entries in zip(profile.ties, sheet.tied, strict=True))
+    return sum(unit.weights for unit in sheet.units) - twice
 
 
 def stages(profile: Anatomy, draft: Draft) -> Iterator[Stage]:

@@ -109,7 +109,7 @@ class Profile:
         self.members = tuple(
             tuple(dict.fromkeys(first.passes[0].calls[at].name for at in group)) for group in self._groups
         )
-        self.ties, self.tied_weights = first.ties()
+        self.ties = tuple(first.ties())
         self.parameters = first.parameters()
 
     @property
@@ -133,20 +133,22 @@ class Profile:
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
         key = (samples, split, amp)
         if key not in self._sheets:
-            self._sheets[key] = Sheet(self._units(samples, split, amp), samples, split, amp, self._given(samples))
+            measured = self._measured_for(samples, split, amp)
+            tied = tuple(measured.ties().values())
+            self._sheets[key] = Sheet(measured.units(samples), samples, split, amp, self._given(samples), tied)
         return self._sheets[key]
 
     def _given(self, samples: int) -> float:
         resized = (_resized(leaf, self.batch, samples) for leaf in tree_leaves(self._example))
         return float(sum(leaf.numel() * leaf.element_size() for leaf in resized if isinstance(leaf, Tensor)))
 
-    def _units(self, samples: int, split: int, amp: str | None) -> tuple[Unit, ...]:
+    def _measured_for(self, samples: int, split: int, amp: str | None) -> _Measured:
         if amp is not None and amp not in _AMP:
             raise UsageError(f"amp '{amp}' is unknown; there are {', '.join(_AMP)}")
         measured = self._measured_at(split, amp, SIZES)
         if not measured.is_affine:
             measured = self._measured_at(split, amp, (samples, samples))
-        return measured.units(samples)
+        return measured
 
     def _measured_at(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
         key = (split, amp, sizes)
@@ -263,7 +265,8 @@ class _Measured:
             "crossing": between(self._crossings[0][index], self._crossings[1][index], at),
         }
 
-    def ties(self) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
+    def ties(self) -> dict[tuple[int, ...], float]:
+        """Entries that units share, by the units' indices."""
         holders: dict[int, list[int]] = {}
         values: dict[int, Tensor] = {}
         for index, held in enumerate(self._held):
@@ -274,7 +277,7 @@ class _Measured:
         for key, indices in holders.items():
             if len(indices) > 1:
                 entries[tuple(indices)] = entries.get(tuple(indices), 0.0) + values[key].numel()
-        return tuple(entries), tuple(entries.values())
+        return entries
 
     def parameters(self) -> tuple[tuple[str, int, str, bool, int], ...]:
         first: dict[int, int] = {}
