@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import echelon
 from echelon import Fast, Strategy
 
-STEPS = 40  #: some 25 until a graph is kept
+STEPS = 48  #: some 28 until a graph is kept
 Batches = list[tuple[Tensor, Tensor]]
 
 
@@ -85,6 +85,34 @@ class Spoiling(Transformer):
         return super().forward(ids)
 
 
+class Averaging(Convolutions):
+    """Puts another tensor in place of a buffer in every step, which a graph would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        return output - self.mean
+
+
+class Annealed(Batches):  # type: ignore[misc,valid-type]
+    """Batches that come with a number outside model and batch, another one in every step."""
+
+    weight = 1.0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for at, batch in enumerate(super().__iter__()):
+            Annealed.weight = 1.0 + 0.1 * at
+            yield batch
+
+
+def annealed_loss(output: Tensor, target: Tensor) -> Tensor:
+    return token_loss(output, target) * Annealed.weight
+
+
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -118,8 +146,8 @@ def compared(
 ) -> bool:
     """Whether the fast path, graphs included, gives the losses of the same options without it, and whether it ends with
     a graph as it should."""
-    runs = []
-    for fast in (False, Fast(graphs=True)):
+    runs, compile = [], options.pop("compile", None)
+    for fast in (False, Fast(graphs=True, compile=compile)):
         torch.manual_seed(0)
         amp = options.get("amp", "bf16" if fast is False else None)
         strategy = Strategy(fast=fast, **{**options, "amp": amp})
@@ -201,6 +229,16 @@ def main() -> None:
         compared("convolutions, merged, uneven", Convolutions, F.cross_entropy, images(iter(uneven)), gradient_merge=3),
         compared("it asks whether it is captured", Asking, token_loss, tokens(iter(even))),
         compared("it waits for the device", Waiting, token_loss, tokens(iter(even)), graph=False),
+        compared("it replaces a buffer", Averaging, F.cross_entropy, images(iter(even)), graph=False),
+        compared("a global is annealed", Transformer, annealed_loss, Annealed(tokens(iter(even))), graph=False),
+        compared(
+            "a global is annealed, not compiled",
+            Transformer,
+            annealed_loss,
+            Annealed(tokens(iter(even))),
+            graph=False,
+            compile=False,
+        ),
         compared("its capture fails", Spoiling, token_loss, tokens(iter(even)), graph=False),
         replayed_dropout(),
         without_waiting("no waiting", fast=Fast(graphs=True)),

@@ -20,9 +20,11 @@ from echelon.errors import UsageError
 from echelon.fast import compiled
 from echelon.fast.chosen import Chosen
 from echelon.fast.decide import OFF, decide
+from echelon.fast.left_behind import left_behind, look_at
 from echelon.fast.lines import lines
 from echelon.fast.look import traits_of, with_chosen
 from echelon.fast.path import fuse, prepare
+from echelon.fast.proof import Proof, apart
 from echelon.fast.signature import Signature
 from echelon.fast.traits import Machine, Traits
 from echelon.plan import Plan, make_plan
@@ -326,6 +328,117 @@ def test_a_step_that_differs_from_the_captured_one_is_told_apart() -> None:
     model[0].bias.requires_grad_(True)
     model[0].weight.data = model[0].weight.data.clone()
     assert not signature.fits(batch)
+
+
+class Behind(nn.Module):
+    """Leaves things behind in forward; which, it is told."""
+
+    def __init__(self, what: str = "nothing") -> None:
+        super().__init__()
+        self.inner, self.what = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), what
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.seen, self.last = 0, list[Tensor](), torch.zeros(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.what == "calls":
+            self.calls += 1
+        if self.what == "mean":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.what == "seen":
+            self.seen.append(x.detach())
+        if self.what == "last":
+            self.last = x.detach()
+        if self.what == "inner.0.scale":
+            self.inner[0].scale = 2.0
+        self.last.copy_(x.detach())  # contents may change
+        return x
+
+
+@pytest.mark.parametrize("what", ["nothing", "calls", "mean", "seen", "last", "inner.0.scale"])
+def test_what_forward_leaves_behind_in_python_is_found(what: str) -> None:
+    model = Behind(what)
+    before = look_at(model)
+    model(torch.randn(8, 4))
+    assert left_behind(before, look_at(model)) == (None if what == "nothing" else what)
+
+
+class Stand:
+    """In place of a captured pass where there are no CUDA graphs: ``program``, whatever the step is by now."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, program: Callable[[Any], tuple[Tensor, Callable[..., None]]]) -> None:
+        self._program = program
+        self.loss = torch.zeros(())
+
+    def take(self, batch: Any) -> None:
+        self._batch = batch
+
+    def replay(self, weight: Any) -> None:
+        loss, backward = self._program(self._batch)
+        backward(weight)
+        self.loss = loss.detach()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_step_that_is_proved_is_the_step_as_written_and_nothing_of_the_other_way_stays(merged: bool) -> None:
+    def passed(model: nn.Module, proved: bool) -> list[Tensor]:
+        def plain(batch: Tensor) -> tuple[Tensor, Callable[..., None]]:
+            loss = model(batch).square().mean()
+            return loss, lambda weight: (loss * weight).backward()
+
+        proof = Proof(model, Stand(plain))  # type: ignore[arg-type]
+        found = []
+        torch.manual_seed(2)
+        for batch in torch.randn(2, 8, 4):
+            loss, backward = (proof.run if proved else lambda batch, plain: plain(batch))(batch, plain)
+            backward(3.0)
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), torch.rand(3)]
+            if not merged:
+                model.zero_grad()
+        assert not proved or (proof.is_over and proof.objection() is None)
+        return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+    runs = []
+    for proved in (True, False):
+        torch.manual_seed(0)
+        runs.append(passed(Behind(), proved))
+    assert len(runs[0]) == len(runs[1]) > 12
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["losses", "gradients", "buffers"])
+def test_a_graph_that_does_something_else_is_found_out(what: str) -> None:
+    torch.manual_seed(0)
+    model, calls = Behind(), [0]
+
+    def plain(batch: Tensor, late: float = 1.0) -> tuple[Tensor, Callable[..., None]]:
+        loss = model(batch).square().mean() * (late if what == "losses" else 1.0)
+        return loss, lambda weight: (loss * weight * (late if what == "gradients" else 1.0)).backward()
+
+    def captured(batch: Tensor) -> tuple[Tensor, Callable[..., None]]:  # as a loss that counts its calls would be
+        calls[0] += 1
+        if what == "buffers" and calls[0] == 2:
+            model.inner[1].running_mean.zero_()
+        return plain(batch, late=1.05 if calls[0] == 2 else 1.0)
+
+    proof = Proof(model, Stand(captured))  # type: ignore[arg-type]
+    for batch in torch.randn(2, 8, 4):
+        proof.run(batch, plain)[1](1.0)
+    assert proof.objection() is not None
+    assert str(proof.objection()).startswith(f"{what} of a captured step differ by ")
+
+
+def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing() -> None:
+    large, small = torch.full((100,), 10.0), torch.full((4,), 1e-4)
+    assert apart([large, small], [large, small]) == 0
+    assert apart([large, small], [large * 1.1, small]) == pytest.approx(0.1 / 1.01, rel=1e-3)
+    assert apart([large, small], [large, -small]) < 1e-3
+    assert apart([large, torch.tensor([torch.inf])], [large * 2, small[:1]]) == 0
+    assert apart([large], [large * torch.nan]) == torch.inf
+    assert apart([], []) == 0
 
 
 def test_amp_false_is_not_none() -> None:

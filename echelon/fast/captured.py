@@ -27,8 +27,8 @@ class Captured:
         self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._parameters = list(model.parameters())
         self._gradients: list[Tensor | None] = []
-        self._device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-        self._weight, self._loss = torch.ones((), device=self._device), torch.zeros((), device=self._device)
+        self.device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        self._weight, self._loss = torch.ones((), device=self.device), torch.zeros((), device=self.device)
         self._graph = torch.cuda.CUDAGraph()
         self.loss = self._loss  #: of this step; in memory of its own, since callers keep losses
 
@@ -61,7 +61,7 @@ class Captured:
         kept = [parameter.grad for parameter in self._parameters]
         self._set([None] * len(kept))
         try:
-            with _put_right(self._graph, self._device), _none_compiled():
+            with _put_right(self._graph, self.device), _none_compiled():
                 self._capture()
             self._gradients = [parameter.grad for parameter in self._parameters]
         finally:

@@ -2,8 +2,8 @@
 
 The first steps are watched: how long the host takes to hand forward and backward to the device, and how long the device
 takes for them. Where that is nearly the same, the device waits for the host, and a step is captured, after it has been
-rehearsed. A graph that turns out no quicker is dropped. What is captured is a fixed program (see Signature), and a step
-that differs from it runs as it is written.
+rehearsed. A graph that does something else (see Proof) or turns out no quicker is dropped. What is captured is a fixed
+program (see Signature), and a step that differs from it runs as it is written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from echelon.fast.captured import Backward, Captured, Rehearsal, Run, has_room
 from echelon.fast.compiled import Say
+from echelon.fast.left_behind import left_behind, look_at
+from echelon.fast.proof import Proof
 from echelon.fast.signature import draws, is_plain
 from echelon.plan import Plan
 
@@ -38,7 +40,8 @@ class Graphs:
         self._laps: list[_Lap] = []
         self._rehearsal = Rehearsal()
         self._device = next(model.parameters()).device
-        self._captured: Captured | None = None
+        self._captured: Captured | None = None  # and proved
+        self._proof: Proof | None = None
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         if self._captured is not None and self._captured.fits(batch):
@@ -49,13 +52,16 @@ class Graphs:
         self._steps += 1
         if self._steps < SETTLING:
             return plain(batch)
-        before = draws()
+        before, modules = draws(), look_at(self._model)
         taken = plain(batch)
+        left = left_behind(modules, look_at(self._model))
         self._phase = self._watch
         if not is_plain(batch):
             self._leave_out("batches hold more than tensors")
         elif before != draws():
             self._leave_out("forward draws random numbers on the host")
+        elif left is not None:
+            self._leave_out(f"forward sets {left} of the model, which a graph would not")
         return taken
 
     def _watch(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
@@ -80,29 +86,27 @@ class Graphs:
         return self._capture(batch, plain)
 
     def _capture(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        captured = Captured(self._model, batch, plain, self._merges)
         try:
-            captured = Captured(self._model, batch, plain, self._merges)
-            captured.take(batch)
+            captured.capture()
         except Exception as error:
-            self._give_up(error)
+            self._leave_out(f"a step could not be captured: {str(error).strip().partition(chr(10))[0]}")
             return plain(batch)
+        self._proof = Proof(self._model, captured)
+        self._phase = self._prove
+        return self._prove(batch, plain)
 
-        def backward(weight: Tensor | float) -> None:
-            try:
-                captured.capture()
-            except Exception as error:
-                self._give_up(error)
-                loss, inner = plain(batch)
-                captured.loss.copy_(loss.detach())
-                inner(weight)
-                return
-            self._captured = captured
-            captured.replay(weight)
-
-        return captured.loss, backward
-
-    def _give_up(self, error: Exception) -> None:
-        self._leave_out(f"a step could not be captured: {str(error).strip().partition(chr(10))[0]}")
+    def _prove(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        assert self._proof is not None
+        if not self._proof.is_over:
+            return self._proof.run(batch, plain) if self._proof.captured.fits(batch) else plain(batch)
+        proof, self._proof, self._phase = self._proof, None, None
+        objection = proof.objection()
+        if objection is not None:
+            self._leave_out(objection)
+            return plain(batch)
+        self._captured = proof.captured
+        return self.run(batch, plain)
 
     def _replay(self, captured: Captured, batch: Any) -> tuple[Tensor, Backward]:
         captured.take(batch)

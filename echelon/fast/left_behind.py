@@ -1,0 +1,49 @@
+"""What a forward pass leaves in the modules beside the contents of their tensors: Python that a graph would not run."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor, nn
+
+Look = dict[tuple[str, str], Any]
+
+
+def look_at(model: nn.Module) -> Look:
+    """All attributes of all modules, as things that can be compared: values, and of tensors where they lie."""
+    return {
+        (name, attribute): _look(value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+    }
+
+
+def left_behind(before: Look, after: Look) -> str | None:
+    """The first attribute that was set anew, by its full name."""
+    for at in [*after, *before]:
+        if before.get(at, _ABSENT) != after.get(at, _ABSENT):
+            module, attribute = at
+            changed = _entry(before.get(at), after.get(at)) if attribute in _REGISTERS else attribute
+            return f"{module}.{changed}" if module else str(changed)
+    return None
+
+
+_ABSENT = object()
+_REGISTERS = ("_parameters", "_buffers", "_modules")  #: where a module keeps what has names of its own
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "tensor", value.data_ptr(), tuple(value.shape)
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {key: _look(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_look(each) for each in value]
+    return id(value)
+
+
+def _entry(before: Any, after: Any) -> Any:
+    return next(name for name in [*after, *before] if before.get(name, _ABSENT) != after.get(name, _ABSENT))
