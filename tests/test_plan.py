@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 from torch import nn
 from zoo import SparseEmbedder, TiedTransformer, build
 
+from echelon import annotate, pipeline, stage
+from echelon.annotation import collect
 from echelon.errors import UsageError
 from echelon.plan import Plan, make_plan
 from echelon.plan.plan import first_difference
@@ -49,6 +52,19 @@ def test_buckets_keep_to_their_size_and_dtype() -> None:
     assert [bucket.parameters for bucket in plan.buckets] == [
         ("7.weight",), ("6.weight", "5.weight", "4.weight"), ("3.weight",), ("2.weight", "1.weight", "0.weight")
     ]  # fmt: skip
+
+
+def test_a_plan_says_of_buckets_what_is_known() -> None:
+    def said(mesh: dict[str, int]) -> list[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        marks = collect(annotate(model, {"0": stage(0), "1": stage(1), "": pipeline(2)}))
+        optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
+        plan = make_plan(model, optimizers, Strategy(), math.prod(mesh.values()), marks=marks, mesh=mesh)
+        return [line for line in plan.describe().splitlines() if line.startswith("gradients")]
+
+    assert "gradients: mean over replicas, 1 bucket on 1 communicator" in plan_for(TiedTransformer()).describe()
+    assert said({"replicate": 2, "stage": 2, "split": 1}) == ["gradients: mean over replicas"]
+    assert said({"replicate": 1, "stage": 2, "split": 1}) == []
 
 
 def test_sparse_gradients_travel_alone_and_tied_weights_once() -> None:

@@ -111,6 +111,15 @@ def test_time_and_its_parts(whole: ElementTree.Element) -> None:
     assert "43.1% of the devices' peak arithmetic" in said
 
 
+def test_where_forward_is_timed_with_backward_it_is_said(
+    whole: ElementTree.Element, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made_up, "PHASES", {name: took for name, took in made_up.PHASES.items() if name != "forward"})
+    staged = words(section(page(made_up.write(tmp_path)), "time"))
+    assert "forward and backward, waits for other stages" in staged
+    assert "forward and backward, waits for other stages" not in words(section(whole, "time"))
+
+
 def test_predicted_against_measured(whole: ElementTree.Element) -> None:
     rows = [words(row) for row in section(whole, "compared").iter(f"{XHTML}tr")]
     assert any(row.startswith("a step") and row.endswith("68 ms 72 ms +5.9%") for row in rows)

@@ -150,6 +150,8 @@ class Plan:
         wire = f", {self.wire} on the wire (inexact)" if self.wire else ""
         if self.local:
             return f"weights: averaged over replicas now and then{wire}"
+        if not self.buckets:  # they follow from what each rank holds, which stages and splits decide later
+            return f"gradients: {self.reduce_op} over replicas{wire}" if self.replicas > 1 else None
         return (
             f"gradients: {self.reduce_op} over replicas, {_count(len(self.buckets), 'bucket')} on "
             f"{_count(self.communicators, 'communicator')}{wire}"

@@ -15,6 +15,8 @@ MEANING = {
     "update": "the optimizer",
     "waiting": "for other ranks",
 }
+#: Of backward, where forward is timed with it: micro-batches take turns, and a CUDA graph is one.
+BOTH = "forward and backward, waits for other stages, and what of the exchange is hidden"
 #: Where waits are found: first in what is meant for them, then where messages between stages are.
 WAITS_IN = ("communicate", "backward", "forward", "update", "data")
 

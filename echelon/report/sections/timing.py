@@ -12,7 +12,7 @@ from echelon.record.facts import Predicted
 from echelon.record.parse import JSON, an_object, integer, integers, number, objects, text
 from echelon.record.read import Run
 from echelon.report.gather import Gathered
-from echelon.report.sections.phases import MEANING, mean_phases, parts
+from echelon.report.sections.phases import BOTH, MEANING, mean_phases, parts
 from echelon.report.sections.table import Table
 
 #: Of the columns of the timeline's summary, as people read them.
@@ -53,9 +53,8 @@ def times(run: Run) -> Times | None:
     if not there:
         return None
     bars = stacked(there)
-    rows = [
-        (bar.name, amounts.duration(bar.value), amounts.percent(bar.width / 100), MEANING[bar.name]) for bar in bars
-    ]
+    means = MEANING if any(bar.name == "forward" for bar in bars) else MEANING | {"backward": BOTH}
+    rows = [(bar.name, amounts.duration(bar.value), amounts.percent(bar.width / 100), means[bar.name]) for bar in bars]
     head = ("part", "time", "of the step", "what it is")
     return Times(sum(bar.value for bar in bars), bars, Table("A step's time by part", head, rows, (1, 2)))
 
