@@ -87,7 +87,7 @@ class Engine:
         self.steps = 0  #: updates so far, those that an overflow skipped included
         self.total_steps: int | None = None  #: for the console, where the loop ends before its epochs do
         self.optimizers = dict(optimizers)  #: what takes the steps
-        self._company = Company(world, groups, lambda: self.steps + 1)
+        self._company = Company(world, groups, lambda: self.steps + 1, lambda line: self.say(line, "warning"))
         self.answer_roll = self._company.answer_roll  #: before each call that all ranks make together
         self._one = OneModel(model, self._company, served)
         self._given, self._judged_by = optimizers, loss  # what the user made, and schedules drive
@@ -273,6 +273,7 @@ class Engine:
         loader = self._feeding.training(dataset, batch_size, global_batch, self.say, ahead, options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
+        self._company.deals_out(self._loader.likeness)
         if self.found is not None and self.found.draft.batch != loader.global_batch:
             self.say(f"the plan was made for a global batch of {self.found.draft.batch}; another may be quicker here")
         if self.trial is not None:

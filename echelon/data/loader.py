@@ -16,6 +16,7 @@ from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.fetching import Fetching
+from echelon.data.likeness import Likeness, likeness
 from echelon.data.mapped import Columns, MapSource, TensorSource
 from echelon.data.options import Lengths, LoaderOptions, Uneven
 from echelon.data.repeated import Repeated
@@ -129,6 +130,13 @@ class Loader:
             if mine != self._iteration:
                 raise DataError("this loader was begun anew or moved inside a loop over it; use a loader for each loop")
         self._next_epoch()
+
+    def likeness(self) -> Likeness | None:
+        """What tells the data set from another; None where it is not dealt out, or ranks read parts of their own."""
+        size = self._source.size
+        if self._options.world_size == 1 or size is None or reads_apart(self.dataset):
+            return None
+        return likeness(self.dataset, size)
 
     def __len__(self) -> int:
         """Steps in a full epoch."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.data.likeness import Likeness
 from echelon.environment import CHECK
 from echelon.errors import DataError, MismatchError
 from echelon.parallel.collective import gather_json
@@ -87,20 +88,32 @@ class RollCall:
         """Whether steps and updates are asked no more."""
         return self._make is None or (self._left <= 0 and not self._always)
 
-    def answer(self, call: str, step: int, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
-        """Raise on every rank when one makes another call than rank 0, or at another step.
+    def answer(
+        self,
+        call: str,
+        step: int,
+        what: str = "",
+        batch: Any = None,
+        sharers: Sequence[int] = (),
+        data: Likeness | None = None,
+    ) -> str | None:
+        """Raise on every rank when one makes another call than rank 0, or at another step. A line of what may go on,
+        but is hardly meant.
 
         what:    what else must be the same: which optimizer
         sharers: the ranks that were given one batch together
+        data:    what is dealt out to all ranks
         """
         if self._make is None or not self._asked(call):
-            return
+            return None
         self.open()
         assert self._group is not None
         shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] if sharers else []
-        found = gather_json([call, step, what, list(sharers), shapes], self._group, "roll call", f"{call}()")
+        mine = [call, step, what, list(sharers), shapes, data]
+        found = gather_json(mine, self._group, "roll call", f"{call}()")
         _compare_calls(found)
         _compare_shapes(found)
+        return _compare_data([one[5] for one in found])
 
     def _asked(self, call: str) -> bool:
         if self._always or call not in ("step", "update"):
@@ -124,7 +137,7 @@ def _call_in_words(one: list[Any], other: list[Any]) -> str:
 
 
 def _compare_shapes(found: list[Any]) -> None:
-    for rank, (_, step, _, sharers, shapes) in enumerate(found):
+    for rank, (_, step, _, sharers, shapes, _) in enumerate(found):
         first = min(sharers, default=rank)
         if shapes != found[first][4]:
             raise MismatchError(
@@ -132,6 +145,25 @@ def _compare_shapes(found: list[Any]) -> None:
                 f"{found[first][4]}, but ranks {', '.join(map(str, sharers))} work on one batch together; give them "
                 "the same"
             )
+
+
+def _compare_data(found: list[Any]) -> str | None:
+    """Each rank takes its share of an order that it makes by itself: of other data, it would be a share of nothing."""
+    known = [(rank, *data) for rank, data in enumerate(found) if data is not None]
+    for rank, size, contents in known:
+        first, size_there, contents_there = known[0]
+        if size != size_there:
+            raise DataError(
+                f"rank {rank} was given a data set of {size:,} samples and rank {first} one of {size_there:,}; "
+                "engine.loader() deals one data set out to all ranks: give each the same"
+            )
+        if contents != contents_there:
+            return (
+                f"rank {rank} was given another data set than rank {first}; engine.loader() deals one data set out to "
+                "all ranks: make random data and random splits before distribute(), after which every rank has random "
+                "numbers of its own"
+            )
+    return None
 
 
 class Trains(Protocol):

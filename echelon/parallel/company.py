@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from echelon.data.likeness import Likeness
 from echelon.errors import UsageError
 from echelon.parallel.agree import RollCall, agree_on_batch
 from echelon.parallel.grid import Grid
@@ -24,10 +25,13 @@ CLOSED = "the engine is closed and trains no more; call distribute() for another
 
 
 class Company:
-    """``step``: the one that this rank is in, or is about to begin."""
+    """step: the one that this rank is in, or is about to begin
+    warn: told what ranks hardly mean to do
+    """
 
-    def __init__(self, world: World, groups: Groups, step: Callable[[], int]) -> None:
-        self._rank, self._step = world.rank, step
+    def __init__(self, world: World, groups: Groups, step: Callable[[], int], warn: Callable[[str], None]) -> None:
+        self._rank, self._step, self._warn = world.rank, step, warn
+        self._data: Callable[[], Likeness | None] | None = None  # until ranks have compared what is dealt out to them
         self._groups: Groups | None = groups  # None when closed
         limit = timedelta(seconds=world.timeout)
         self._roll = RollCall(partial(groups.new, None, "gloo", limit) if world.control is not None else None)
@@ -53,7 +57,11 @@ class Company:
             self._sharers, self._strangers = grid.ranks(*axes), grid.control(*axes)
         self._local = local
         if local is not None:
-            local.before_meeting = lambda: self._roll.answer("step", self._step())
+            local.before_meeting = lambda: self._answer("step")
+
+    def deals_out(self, data: Callable[[], Likeness | None]) -> None:
+        """What training reads from now on, for the next roll call."""
+        self._data = data
 
     def answer_roll(self, call: str, *args: Any, **named: Any) -> None:
         """In the first steps, say which call this rank is about to make; where ranks step alone, when they meet."""
@@ -62,7 +70,15 @@ class Company:
         sharers = self._sharers if call == "step" and self._strangers is None else ()
         which = named.get("optimizer", args[0] if args else None) if call == "update" else None
         with peers_explained(self.here):
-            self._roll.answer(call, self._step(), repr(which) if which else "", (args, named), sharers)
+            self._answer(call, repr(which) if which else "", (args, named), sharers)
+
+    def _answer(self, call: str, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
+        data = None
+        if self._data is not None and call in ("step", "update"):  # by now every rank has made its loader
+            data, self._data = self._data(), None
+        remark = self._roll.answer(call, self._step(), what, batch, sharers, data)
+        if remark is not None:
+            self._warn(remark)
 
     def compare(self, batch: Any) -> None:
         """Once, in the first step: ranks that work on one batch together must have been given the same."""

@@ -1,0 +1,138 @@
+"""Ranks that were given different data sets to be dealt out are told so in the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset, random_split
+
+import echelon
+from echelon.data.likeness import likeness
+from echelon.errors import DataError
+
+X = torch.arange(1000.0).view(200, 5)
+
+
+class Own(torch.utils.data.Dataset[Any]):
+    """Somebody's class; ``read``: whether a sample was asked for."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.read = x, False
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> Tensor:
+        self.read = True
+        return self.x[at]
+
+
+def changed(at: int) -> Tensor:
+    other = X.clone()
+    other[at] += 1
+    return other
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ((X, X), (X.clone(), X.clone()), True),
+        ((X,), (changed(0),), False),
+        ((X,), (changed(199),), False),
+        ((X, X), (X, changed(0)), False),
+        ((X,), (X.double(),), False),
+        ((X.numpy(),), (X.numpy().copy(),), True),
+        ((X.numpy(),), (changed(0).numpy(),), False),
+        ((X.bfloat16(),), (changed(0).bfloat16(),), False),
+        ((X.t().contiguous().t(),), (X,), True),
+        ((torch.empty(0, 5), np.empty((3, 0))), (torch.empty(0, 5), np.empty((3, 0))), True),
+        (TensorDataset(X), TensorDataset(changed(0)), False),
+        (Subset(TensorDataset(X), range(10)), Subset(TensorDataset(X), range(10)), True),
+        (Subset(TensorDataset(X), [1, 2]), Subset(TensorDataset(X), [2, 1]), False),
+        (Subset(TensorDataset(X), [1, 2]), Subset(TensorDataset(changed(0)), [1, 2]), False),
+        (Subset(Own(X), [1, 2]), Subset(Own(X), [2, 1]), False),
+        (Own(X), Own(changed(0)), True),  # to look would run its code
+        ((np.array(["a", None], object),), (np.array(["b", None], object),), True),
+    ],
+)
+def test_what_two_data_sets_are_told_apart_by(one: Any, other: Any, same: bool) -> None:
+    assert (likeness(one, 7) == likeness(other, 7)) == same
+    assert likeness(one, 7) != likeness(one, 8)
+
+
+def test_nobodys_code_is_run_to_look() -> None:
+    own = Own(X)
+    likeness(own, 200)
+    likeness(Subset(own, [1, 2]), 2)
+    assert not own.read
+
+
+def engine_of() -> echelon.Engine:
+    echelon.init(device="cpu", seed=3)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return echelon.distribute(
+        model, loss=lambda output, *_: output.mean(), optimizer=optimizer, log=echelon.Log(lines=False)
+    )
+
+
+def train(kind: str) -> str | None:
+    """The error, if there is one."""
+    engine = engine_of()
+    late = torch.randn(200, 5)
+    data: Any = {
+        "same": (X, X[:, :1]),
+        "late": (late, late),
+        "late split": random_split(TensorDataset(X), [0.5, 0.5])[0],
+        "lengths": (X[: 200 - echelon.rank()], X[: 200 - echelon.rank()]),
+        "own": Own(late),
+        "own lengths": Own(X[: 200 - 3 * echelon.rank()]),
+        "sharded by hand": (late, late),
+    }[kind]
+    apart = {"rank": 0, "world_size": 1} if kind == "sharded by hand" else {}
+    try:
+        for batch in engine.loader(data, batch_size=8, **apart):
+            x, *rest = batch if isinstance(batch, list | tuple) else [batch]
+            engine.step(x, rest[0] if rest else x)
+    except DataError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [("lengths", ("199", "200")), ("own lengths", ("197", "200"))],
+)
+def test_data_sets_of_different_lengths_are_refused_on_every_rank(kind: str, lengths: tuple[str, str]) -> None:
+    for line in run(train, kind, ranks=2):
+        assert line == (
+            f"rank 1 was given a data set of {lengths[0]} samples and rank 0 one of {lengths[1]}; engine.loader() "
+            "deals one data set out to all ranks: give each the same"
+        )
+
+
+def warned(kind: str) -> tuple[str | None, int]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        error = train(kind)
+    return error, said.getvalue().count(
+        "was given another data set than rank 0; engine.loader() deals one data set out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "warnings"),
+    [("same", 0), ("late", 1), ("late split", 1), ("own", 0), ("sharded by hand", 0)],
+)
+def test_other_contents_are_a_warning_once(kind: str, warnings: int) -> None:
+    first, *others = run(warned, kind, ranks=3)
+    assert first == (None, warnings)
+    assert all(other == (None, 0) for other in others)
