@@ -273,7 +273,7 @@ class Engine:
         loader = self._feeding.training(dataset, batch_size, global_batch, self.say, ahead, options)
         self._keeper.register(loader)
         self._loader = self._loader or loader
-        self._company.deals_out(self._loader.likeness)
+        self._company.deals_out(loader.likeness)
         if self.found is not None and self.found.draft.batch != loader.global_batch:
             self.say(f"the plan was made for a global batch of {self.found.draft.batch}; another may be quicker here")
         if self.trial is not None:

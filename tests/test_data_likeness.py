@@ -15,6 +15,7 @@ from torch.utils.data import Subset, TensorDataset, random_split
 
 import echelon
 from echelon.data.likeness import likeness
+from echelon.data.repeated import Repeated
 from echelon.errors import DataError
 
 X = torch.arange(1000.0).view(200, 5)
@@ -58,6 +59,7 @@ def changed(at: int) -> Tensor:
         (Subset(TensorDataset(X), [1, 2]), Subset(TensorDataset(X), [2, 1]), False),
         (Subset(TensorDataset(X), [1, 2]), Subset(TensorDataset(changed(0)), [1, 2]), False),
         (Subset(Own(X), [1, 2]), Subset(Own(X), [2, 1]), False),
+        (Repeated((X,), 300), Repeated((changed(0),), 300), False),
         (Own(X), Own(changed(0)), True),  # to look would run its code
         (Subset(Own(X), ["a", "b"]), Subset(Own(X), ["b", "a"]), True),  # type: ignore[list-item]
         ((X.to_sparse(),), (changed(0).to_sparse(),), True),
@@ -126,6 +128,27 @@ def test_data_sets_of_different_lengths_are_refused_on_every_rank(kind: str, len
             f"rank 1 was given a data set of {lengths[0]} samples and rank 0 one of {lengths[1]}; engine.loader() "
             "deals one data set out to all ranks: give each the same"
         )
+
+
+def given(kind: str) -> str | None:
+    """Two loaders, of which one is unlike, or a third rank that is unlike in another way than the second."""
+    engine, rank = engine_of(), echelon.rank()
+    data = X[: 200 - (5 if kind == "third" and rank == 2 else 0)] + (rank if kind == "third" else 0)
+    other = X[: 200 - rank] if kind == "second loader" else X
+    try:
+        for (x,), (y,) in zip(engine.loader((data,), batch_size=8), engine.loader((other,), batch_size=8), strict=True):
+            engine.step(x, y)
+    except DataError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return None
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("second loader", 1), ("third", 2)])
+def test_every_loader_is_compared_and_a_wrong_length_counts_more_than_other_contents(kind: str, rank: int) -> None:
+    for line in run(given, kind, ranks=3):
+        assert (line or "").startswith(f"rank {rank} was given a data set of 19")
 
 
 def warned(kind: str) -> tuple[str | None, int]:

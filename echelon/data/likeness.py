@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
+
+from echelon.data.mapped import columns_of
+from echelon.data.repeated import Repeated
 
 #: Rows that are looked at, numbers of each, and entries of a list of indices.
 ROWS, NUMBERS, INDICES = 64, 1024, 1_000_000
@@ -31,10 +34,10 @@ def likeness(dataset: Any, size: int) -> Likeness:
 
 
 def _contents(dataset: Any) -> int | None:
-    if type(dataset) is TensorDataset:
-        return _columns(dataset.tensors)
-    if isinstance(dataset, tuple) and all(isinstance(column, Tensor | np.ndarray) for column in dataset):
-        return _columns(dataset)
+    if columns := columns_of(dataset):
+        return _columns(columns)
+    if type(dataset) is Repeated:
+        return _contents(dataset.dataset)
     if type(dataset) is Subset:  # as random_split() makes them
         chosen = np.asarray(dataset.indices[:INDICES], dtype=np.int64).tobytes()
         return zlib.crc32(chosen, _contents(dataset.dataset) or 0)

@@ -7,17 +7,16 @@ from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.fetching import Fetching
 from echelon.data.likeness import Likeness, likeness
-from echelon.data.mapped import Columns, MapSource, TensorSource
+from echelon.data.mapped import Columns, MapSource, TensorSource, columns_of
 from echelon.data.options import Lengths, LoaderOptions, Uneven
 from echelon.data.repeated import Repeated
 from echelon.data.sharded import Agreement, ShardSource, is_sharded
@@ -307,15 +306,6 @@ def open_source(dataset: Any, options: LoaderOptions) -> Source:
     raise DataError(
         f"{kind_name(dataset)} is no data set: it needs __len__ and __getitem__, or __iter__, or shard(index, count)"
     )
-
-
-def columns_of(dataset: Any) -> tuple[Any, ...]:
-    """The tensors or arrays that a data set consists of; none where it is something else."""
-    if type(dataset) is TensorDataset:
-        return dataset.tensors
-    if isinstance(dataset, tuple) and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
-        return dataset
-    return ()
 
 
 def reads_apart(dataset: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
 from echelon.data.cache import KeptItems
 from echelon.data.collate import Collate
@@ -181,6 +182,15 @@ class Columns:
 
     def rows(self, indices: Indices) -> Indices:
         return indices if self._repeated is None else self._repeated.rows(indices)
+
+
+def columns_of(dataset: Any) -> tuple[Any, ...]:
+    """The tensors or arrays that a data set consists of; none where it is something else."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    if isinstance(dataset, tuple) and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):
+        return dataset
+    return ()
 
 
 def _known_lengths(options: LoaderOptions, size: int) -> Indices | None:

@@ -95,25 +95,26 @@ class RollCall:
         what: str = "",
         batch: Any = None,
         sharers: Sequence[int] = (),
-        data: Likeness | None = None,
+        data: Sequence[Likeness | None] = (),
     ) -> str | None:
         """Raise on every rank when one makes another call than rank 0, or at another step. A line of what may go on,
         but is hardly meant.
 
         what:    what else must be the same: which optimizer
         sharers: the ranks that were given one batch together
-        data:    what is dealt out to all ranks
+        data:    what is dealt out to all ranks, one data set after the other
         """
         if self._make is None or not self._asked(call):
             return None
         self.open()
         assert self._group is not None
         shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] if sharers else []
-        mine = [call, step, what, list(sharers), shapes, data]
+        mine = [call, step, what, list(sharers), shapes, list(data)]
         found = gather_json(mine, self._group, "roll call", f"{call}()")
         _compare_calls(found)
         _compare_shapes(found)
-        return _compare_data([one[5] for one in found])
+        remarks = [_compare_data(each) for each in zip(*(one[5] for one in found), strict=False)]
+        return next(filter(None, remarks), None)
 
     def _asked(self, call: str) -> bool:
         if self._always or call not in ("step", "update"):
@@ -147,23 +148,24 @@ def _compare_shapes(found: list[Any]) -> None:
             )
 
 
-def _compare_data(found: list[Any]) -> str | None:
+def _compare_data(found: Sequence[Any]) -> str | None:
     """Each rank takes its share of an order that it makes by itself: of other data, it would be a share of nothing."""
-    known = [(rank, *data) for rank, data in enumerate(found) if data is not None]
-    for rank, size, contents in known:
-        first, size_there, contents_there = known[0]
-        if size != size_there:
+    known = {rank: Likeness(*data) for rank, data in enumerate(found) if data is not None}
+    first = min(known, default=0)
+    for rank, data in known.items():
+        if data.size != known[first].size:
             raise DataError(
-                f"rank {rank} was given a data set of {size:,} samples and rank {first} one of {size_there:,}; "
-                "engine.loader() deals one data set out to all ranks: give each the same"
+                f"rank {rank} was given a data set of {data.size:,} samples and rank {first} one of "
+                f"{known[first].size:,}; engine.loader() deals one data set out to all ranks: give each the same"
             )
-        if contents != contents_there:
-            return (
-                f"rank {rank} was given another data set than rank {first}; engine.loader() deals one data set out to "
-                "all ranks: make random data and random splits before distribute(), after which every rank has random "
-                "numbers of its own"
-            )
-    return None
+    strangers = [rank for rank, data in known.items() if data != known[first]]
+    if not strangers:
+        return None
+    return (
+        f"rank {strangers[0]} was given another data set than rank {first}; engine.loader() deals one data set out to "
+        "all ranks: make random data and random splits before distribute(), after which every rank has random numbers "
+        "of its own"
+    )
 
 
 class Trains(Protocol):

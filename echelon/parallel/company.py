@@ -31,7 +31,7 @@ class Company:
 
     def __init__(self, world: World, groups: Groups, step: Callable[[], int], warn: Callable[[str], None]) -> None:
         self._rank, self._step, self._warn = world.rank, step, warn
-        self._data: Callable[[], Likeness | None] | None = None  # until ranks have compared what is dealt out to them
+        self._data: list[Callable[[], Likeness | None]] = []  # that ranks have not compared yet
         self._groups: Groups | None = groups  # None when closed
         limit = timedelta(seconds=world.timeout)
         self._roll = RollCall(partial(groups.new, None, "gloo", limit) if world.control is not None else None)
@@ -60,8 +60,9 @@ class Company:
             local.before_meeting = lambda: self._answer("step")
 
     def deals_out(self, data: Callable[[], Likeness | None]) -> None:
-        """What training reads from now on, for the next roll call."""
-        self._data = data
+        """To all ranks, in training: for the next roll call, if there is one."""
+        if not self._roll.silent:
+            self._data.append(data)
 
     def answer_roll(self, call: str, *args: Any, **named: Any) -> None:
         """In the first steps, say which call this rank is about to make; where ranks step alone, when they meet."""
@@ -73,9 +74,9 @@ class Company:
             self._answer(call, repr(which) if which else "", (args, named), sharers)
 
     def _answer(self, call: str, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
-        data = None
-        if self._data is not None and call in ("step", "update"):  # by now every rank has made its loader
-            data, self._data = self._data(), None
+        data: list[Likeness | None] = []
+        if call in ("step", "update"):  # by now every rank has made its loaders
+            data, self._data = [look() for look in self._data], []
         remark = self._roll.answer(call, self._step(), what, batch, sharers, data)
         if remark is not None:
             self._warn(remark)

@@ -11,7 +11,7 @@ from typing import Any
 from echelon.data import Loader, Repeated, RepeatedStream
 from echelon.data.batched import Batched
 from echelon.data.blocks import is_blocked
-from echelon.data.loader import columns_of
+from echelon.data.mapped import columns_of
 from echelon.data.sharded import is_sharded
 from echelon.data.source import is_stream
 from echelon.errors import UsageError
