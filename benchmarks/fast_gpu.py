@@ -88,6 +88,8 @@ class Spoiling(Transformer):
 class Averaging(Convolutions):
     """Puts another tensor in place of a buffer in every step, which a graph would not."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(10))
@@ -98,7 +100,7 @@ class Averaging(Convolutions):
         return output - self.mean
 
 
-class Annealed(Batches):  # type: ignore[misc,valid-type]
+class Annealed(list[tuple[Tensor, Tensor]]):
     """Batches that come with a number outside model and batch, another one in every step."""
 
     weight = 1.0

@@ -57,7 +57,7 @@ def prepare(works: list[str], out: Path, limit: float, options: list[str]) -> di
     return found
 
 
-def row(result: dict[str, Any], first: dict[str, Any] | None) -> list[str]:
+def rows(result: dict[str, Any], first: dict[str, Any] | None) -> list[str]:
     lines = []
     for name, figures in result["contenders"].items():
         cold = first["contenders"].get(name, {}).get("start_s", "") if first else ""
@@ -87,7 +87,7 @@ def main() -> None:
             cold = first.get(work)
             starts = {name: one["start_s"] for name, one in cold["contenders"].items()} if cold else {}
             results.append(result | {"start_s_nothing_cached": starts})
-            lines += row(result, cold)
+            lines += rows(result, cold)
     (args.out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     print("\n".join(lines))
 

@@ -351,11 +351,13 @@ class Behind(nn.Module):
             self.last = x.detach()
         if self.what == "inner.0.scale":
             self.inner[0].scale = 2.0
+        if self.what == "inner.more":
+            self.inner.add_module("more", nn.Identity())
         self.last.copy_(x.detach())  # contents may change
         return x
 
 
-@pytest.mark.parametrize("what", ["nothing", "calls", "mean", "seen", "last", "inner.0.scale"])
+@pytest.mark.parametrize("what", ["nothing", "calls", "mean", "seen", "last", "inner.0.scale", "inner.more"])
 def test_what_forward_leaves_behind_in_python_is_found(what: str) -> None:
     model = Behind(what)
     before = look_at(model)

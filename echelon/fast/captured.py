@@ -88,8 +88,8 @@ def _none_compiled() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _put_right(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
     """A capture that fails leaves torch on its stream, and random generator and allocator believing that it goes on."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    generator = torch.cuda.default_generators[index]
+    index = index_of(device)
+    generator = generator_of(device)
     before, stream = generator.clone_state(), torch.cuda.current_stream(device)
     try:
         yield
@@ -101,6 +101,15 @@ def _put_right(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[No
         with contextlib.suppress(Exception):  # what was left of the error is read, and is over with that
             torch.cuda.synchronize(device)
         raise
+
+
+def index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """What random numbers on the device come from."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[index_of(device)]
 
 
 def has_room(device: torch.device) -> bool:

@@ -24,7 +24,8 @@ def left_behind(before: Look, after: Look) -> str | None:
     for at in [*after, *before]:
         if before.get(at, _ABSENT) != after.get(at, _ABSENT):
             module, attribute = at
-            changed = _entry(before.get(at), after.get(at)) if attribute in _REGISTERS else attribute
+            both = before.get(at, {}), after.get(at, {})
+            changed = _entry(*both) if attribute in _REGISTERS else attribute
             return f"{module}.{changed}" if module else str(changed)
     return None
 
@@ -45,5 +46,5 @@ def _look(value: Any) -> Any:
     return id(value)
 
 
-def _entry(before: Any, after: Any) -> Any:
+def _entry(before: dict[str, Any], after: dict[str, Any]) -> str:
     return next(name for name in [*after, *before] if before.get(name, _ABSENT) != after.get(name, _ABSENT))

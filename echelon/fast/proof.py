@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.fast.captured import Backward, Captured, Run
+from echelon.fast.captured import Backward, Captured, Run, generator_of
 
 PROVED = 2  #: steps
 #: Of norms. Sums in another order differ by less than 1 % in 16 bits; a program that is another one differs by more.
@@ -76,19 +76,13 @@ class _State:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self.buffers = [buffer.clone() for buffer in model.buffers()]
-        self._generator = _generator(device)
+        self._generator = generator_of(device)
         self._random = self._generator.get_state()
 
     def restore(self) -> None:
         for buffer, kept in zip(self._model.buffers(), self.buffers, strict=True):
             buffer.copy_(kept)
         self._generator.set_state(self._random)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def apart(these: Sequence[Tensor], those: Sequence[Tensor]) -> Tensor:
