@@ -29,13 +29,13 @@ class Objective:
     """The model and its loss as one function of a batch."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, amp: Amp | None, device: torch.device) -> None:
-        self._model, self._loss, self._amp, self._device = model, loss, amp, device
+        self._model, self.loss, self._amp, self._device = model, loss, amp, device
         self._accepts = _accepted_names(model)
         self._with_losses: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_loss")]
 
     def change_loss(self, change: Callable[[LossFunction], LossFunction]) -> None:
         """Have the loss computed by what ``change`` makes of its function; a model's own loss stays."""
-        self._loss = None if self._loss is None else change(self._loss)
+        self.loss = None if self.loss is None else change(self.loss)
 
     def __call__(self, batch: Any) -> tuple[Any, Tensor]:
         """The model's output and the scalar loss, auxiliary losses that modules left behind included."""
@@ -48,17 +48,17 @@ class Objective:
         return output, loss
 
     def _positional(self, batch: Any) -> tuple[Any, Tensor]:
-        output = self._model(*(batch if self._loss is None or len(batch) == 1 else batch[:-1]))
-        if self._loss is None:
+        output = self._model(*(batch if self.loss is None or len(batch) == 1 else batch[:-1]))
+        if self.loss is None:
             return output, scalar(_own_loss(output))
-        return output, scalar(self._loss(output) if len(batch) == 1 else self._loss(output, batch[-1]))
+        return output, scalar(self.loss(output) if len(batch) == 1 else self.loss(output, batch[-1]))
 
     def target(self, batch: Any) -> Any:
         """What metrics compare the output with."""
         return batch if isinstance(batch, Mapping) else batch[-1]
 
     def _named(self, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
-        if self._loss is None:
+        if self.loss is None:
             output = self._model(**batch)
             return output, scalar(_own_loss(output))
         known = batch if self._accepts is None else {k: v for k, v in batch.items() if k in self._accepts}
@@ -68,7 +68,7 @@ class Objective:
                 "use the same names, or pass the batch by position"
             )
         output = self._model(**known)
-        return output, scalar(self._loss(output, batch))
+        return output, scalar(self.loss(output, batch))
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._amp is None:

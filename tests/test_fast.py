@@ -20,7 +20,8 @@ from echelon.errors import UsageError
 from echelon.fast import compiled
 from echelon.fast.chosen import Chosen
 from echelon.fast.decide import OFF, decide
-from echelon.fast.left_behind import left_behind, look_at
+from echelon.fast.graphs import PATIENCE, TRIES, Graphs
+from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
 from echelon.fast.lines import lines
 from echelon.fast.look import traits_of, with_chosen
 from echelon.fast.path import fuse, prepare
@@ -47,7 +48,7 @@ def with_traits(**changes: Any) -> Traits:
 
 def test_on_a_gpu_everything_that_is_safe_is_on() -> None:
     chosen = decide(Fast(), None, TRANSFORMER)
-    assert chosen == Chosen(compiled=BLOCKS, fused={"main": "AdamW"}, bf16=True)
+    assert chosen == Chosen(compiled=BLOCKS, fused={"main": "AdamW"}, graphs=True, bf16=True)
     convolutions = decide(Fast(), None, with_traits(blocks=(), convolutions=True))
     assert (convolutions.compiled, convolutions.channels_last) == (("",), True)
 
@@ -83,7 +84,7 @@ def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: Traits, par
     assert kept == {name: getattr(chosen, name) for name in kept}
 
 
-@pytest.mark.parametrize("part", ["compile", "channels_last", "fused", "bf16"])
+@pytest.mark.parametrize("part", ["compile", "channels_last", "fused", "graphs", "bf16"])
 def test_each_part_is_switched_off_alone(part: str) -> None:
     traits = with_traits(convolutions=True)
     chosen = decide(Fast(**{part: False}), None, traits)
@@ -129,14 +130,14 @@ def test_a_wish_overrules_what_would_only_be_slow() -> None:
     assert decide(Fast(compile="whole"), None, traits).compiled == ("",)
 
 
-def test_graphs_are_made_on_request_alone() -> None:
-    assert not decide(Fast(), None, TRANSFORMER).graphs
-    assert "CUDA graphs" not in decide(Fast(), None, with_traits(uncaptured="2 ranks talk")).left_out
-    assert decide(Fast(graphs=True), None, TRANSFORMER).graphs
+def test_where_steps_cannot_be_graphs_it_is_not_said_unless_asked() -> None:
+    chosen = decide(Fast(), None, with_traits(uncaptured="2 ranks talk"))
+    assert not chosen.graphs
+    assert "CUDA graphs" not in chosen.left_out
 
 
 def test_the_announcement_names_every_part() -> None:
-    said = list(lines(decide(Fast(graphs=True), None, with_traits(convolutions=True, unfused="servers step"))))
+    said = list(lines(decide(Fast(), None, with_traits(convolutions=True, unfused="servers step"))))
     assert said == [
         "fast: compiled 24 blocks of layers.*; bf16 (Strategy(amp=False) keeps fp32); channels last; "
         "CUDA graphs where the host holds up the step; Strategy(fast=False) switches it off",
@@ -293,6 +294,42 @@ def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
     assert told[1].startswith("compiling failed, and it goes on uncompiled (BackendCompilerFailed:")
 
 
+class Config:
+    weight = 1.0
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean() * Config.weight
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("notices", [False, True])
+def test_an_attribute_of_a_class_that_changes_is_heeded_by_every_torch(
+    monkeypatch: pytest.MonkeyPatch, notices: bool
+) -> None:
+    """Torch before 2.13 compiles its value in and never looks again."""
+    monkeypatch.setattr(compiled, "NOTICES", (0, 0) if notices else (99, 0))
+    monkeypatch.setattr(compiled, "backend", "eager")
+    found, said = [], io.StringIO()
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        strategy = Strategy(fast=Fast(compile=compile))
+        with redirect_stdout(said):
+            engine = echelon.distribute(
+                model, loss=weighted, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy
+            )
+        for weight in (1.0, 1.0, 1.5, 2.0):
+            monkeypatch.setattr(Config, "weight", weight)
+            with redirect_stdout(said):
+                found.append(float(engine.step(torch.ones(2, 8), torch.ones(2, 3))))
+        engine.close()
+    torch.testing.assert_close(found[:4], found[4:])
+    lines = [line for line in said.getvalue().splitlines() if "goes on uncompiled" in line]
+    assert len(lines) == (0 if notices else 1), lines
+    assert all("Config.weight has changed" in line for line in lines)
+
+
 def test_echelon_train_asks_for_the_same() -> None:
     def asked(*words: str) -> Strategy:
         return asked_strategy(resolve(sort_words(["--model_name=lenet", *words], {})))
@@ -365,6 +402,25 @@ def test_what_forward_leaves_behind_in_python_is_found(what: str) -> None:
     assert left_behind(before, look_at(model)) == (None if what == "nothing" else what)
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda model: model.head.weight.register_hook(print),
+        lambda model: model.head.weight.register_post_accumulate_grad_hook(print),
+        lambda model: model.layers[0].register_full_backward_hook(print),
+        lambda model: model.layers[0].register_full_backward_pre_hook(print),
+    ],
+)
+def test_hooks_on_gradients_are_found(hook: Callable[[nn.Module], Any]) -> None:
+    model = Blocks()
+    model.register_forward_hook(print)
+    assert not has_gradient_hooks(model)
+    handle = hook(model)
+    assert has_gradient_hooks(model)
+    handle.remove()
+    assert not has_gradient_hooks(model)
+
+
 class Stand:
     """In place of a captured pass where there are no CUDA graphs: ``program``, whatever the step is by now."""
 
@@ -390,12 +446,12 @@ def test_a_step_that_is_proved_is_the_step_as_written_and_nothing_of_the_other_w
             loss = model(batch).square().mean()
             return loss, lambda weight: (loss * weight).backward()
 
-        proof = Proof(model, Stand(plain))  # type: ignore[arg-type]
+        proof = Proof(model, Stand(plain), weight=2.0)  # type: ignore[arg-type]
         found = []
         torch.manual_seed(2)
-        for batch in torch.randn(2, 8, 4):
+        for batch, weight in zip(torch.randn(2, 8, 4), (3.0, torch.tensor(0.5)), strict=True):
             loss, backward = (proof.run if proved else lambda batch, plain: plain(batch))(batch, plain)
-            backward(3.0)
+            backward(weight)
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), torch.rand(3)]
             if not merged:
                 model.zero_grad()
@@ -426,11 +482,43 @@ def test_a_graph_that_does_something_else_is_found_out(what: str) -> None:
             model.inner[1].running_mean.zero_()
         return plain(batch, late=1.05 if calls[0] == 2 else 1.0)
 
-    proof = Proof(model, Stand(captured))  # type: ignore[arg-type]
+    proof = Proof(model, Stand(captured), weight=1.0)  # type: ignore[arg-type]
     for batch in torch.randn(2, 8, 4):
         proof.run(batch, plain)[1](1.0)
     assert proof.objection() is not None
     assert str(proof.objection()).startswith(f"{what} of a captured step differ by ")
+
+
+def test_a_graph_that_finds_what_the_step_as_written_left_in_memory_is_found_out() -> None:
+    model, left = nn.Linear(4, 4), [0.0]
+
+    def plain(batch: Tensor, scale: float | None = None) -> tuple[Tensor, Callable[..., None]]:
+        left[0] = left[0] + 1.0 if scale is None else left[0]
+        loss = model(batch).square().mean() * (left[0] if scale is None else scale)
+        return loss, lambda weight: (loss * weight).backward()
+
+    proof = Proof(model, Stand(lambda batch: plain(batch, scale=left[0])), weight=1.0)  # type: ignore[arg-type]
+    for batch in torch.randn(2, 8, 4):
+        proof.run(batch, plain)[1](1.0)
+    assert str(proof.objection()).startswith("losses of a captured step differ by ")
+
+
+def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_for_ever() -> None:
+    class Unlike:
+        def fits(self, batch: Any) -> bool:
+            return batch == "alike"
+
+    said: list[str] = []
+    graphs = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
+    for attempt in range(TRIES):
+        assert graphs._phase is not None
+        graphs._captured, graphs._phase = Unlike(), None  # type: ignore[assignment]
+        for _ in range(PATIENCE):
+            assert len(said) == attempt
+            assert graphs.run("other", lambda batch: (batch, print)) == ("other", print)
+        assert graphs._captured is None
+    assert graphs._phase is None
+    assert len(said) == TRIES
 
 
 def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing() -> None:

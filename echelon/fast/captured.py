@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from echelon.fast.readings import Readings
 from echelon.fast.signature import Signature
 
 Backward = Callable[[Tensor | float], None]
@@ -20,8 +21,8 @@ Run = Callable[[Any], tuple[Tensor, Backward]]
 class Captured:
     """``merges``: gradients of several passes are added up before they are used."""
 
-    def __init__(self, model: nn.Module, batch: Any, plain: Run, merges: bool) -> None:
-        self._plain, self._merges = plain, merges
+    def __init__(self, model: nn.Module, batch: Any, readings: Readings, plain: Run, merges: bool) -> None:
+        self._readings, self._plain, self._merges = readings, plain, merges
         self._signature = Signature(model, batch)
         leaves, self._structure = tree_flatten(batch)
         self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -34,7 +35,7 @@ class Captured:
 
     def fits(self, batch: Any) -> bool:
         """Whether a replay would do what running the step does."""
-        return self._signature.fits(batch)
+        return self._signature.fits(batch) and self._readings.changed() is None
 
     def take(self, batch: Any) -> None:
         for mine, given in zip(self._leaves, tree_leaves(batch), strict=True):
@@ -126,10 +127,12 @@ class Rehearsal:
 
     Models ask that and then do other things: transformers passes masks that it leaves out otherwise, for which compiled
     blocks are compiled anew. ``waits``: whether the step waited for the device even so, which no graph can hold.
+    ``weight``: what backward got.
     """
 
     def __init__(self) -> None:
         self.waits = False
+        self.weight: Tensor | float = 1.0
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         self.waits = False  # what compiling waited for in an earlier one counts for nothing
@@ -137,6 +140,7 @@ class Rehearsal:
             loss, inner = plain(batch)
 
         def backward(weight: Tensor | float) -> None:
+            self.weight = weight
             with self._played():
                 inner(weight)
 

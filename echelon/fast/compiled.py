@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.fast.chosen import WHOLE
+from echelon.fast.readings import Readings
 
 Say = Callable[[str], None]
 
@@ -21,13 +22,32 @@ backend: str | Callable[..., Any] = "inductor"
 SPARE = 8
 
 
+#: The first torch whose compiled code notices when an attribute of a class changes; before, it goes on with the old.
+NOTICES = (2, 13)
+
+
 class Compiling:
     """What was compiled in one model. The first failure ends all of it: the step is then run as it was written."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, say: Say, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        self._say, self._model, self._loss = say, model, loss
         self.given_up = False
         self._errors = _errors()
+        self._unnoticed: Readings | None = None
+
+    def begin(self) -> None:
+        """Goes before every step."""
+        if self.given_up or _version() >= NOTICES:
+            return
+        if self._unnoticed is None:
+            self._unnoticed = Readings(self._model, self._loss, of_classes=True)
+        changed = self._unnoticed.changed()
+        if changed is not None:
+            self.given_up = True
+            self._say(
+                f"fast: {changed} has changed, which forward or loss may read, and torch {torch.__version__} would not "
+                "notice; so it goes on uncompiled (torch 2.13 notices, and any does where an object holds it)"
+            )
 
     def modules(self, model: nn.Module, names: Iterable[str]) -> None:
         """Compile each of these modules. Shapes that change are compiled a second time, then for any length."""
@@ -87,6 +107,10 @@ def _errors() -> tuple[type[BaseException], ...]:
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException,)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _make_room(programs: int) -> None:

@@ -9,9 +9,6 @@ from echelon.strategy import Fast
 
 OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=False)
 
-#: Parts that are not on by themselves: a captured step must be a fixed program, which is the user's to know.
-ON_REQUEST = frozenset({"graphs"})
-
 #: What a part is called in lines for people.
 NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last", "fused": "fused optimizers",
          "graphs": "CUDA graphs"}  # fmt: skip
@@ -43,7 +40,7 @@ def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
 
 def _is_on(part: str, wish: object, reason: str | None, traits: Traits) -> bool:
     if wish is None:  # by itself only where it has been measured to pay: on GPUs
-        return traits.machine.cuda and reason is None and part not in ON_REQUEST
+        return traits.machine.cuda and reason is None
     if wish is False:
         return False
     impossible = _impossible(part, reason, traits)
@@ -96,9 +93,10 @@ def _compiled(asked: Fast, traits: Traits) -> tuple[str, ...]:
 
 
 def _is_news(part: str, amp: object, traits: Traits) -> bool:
-    """What concerns nobody is not said: channels of a model without images, 16 bits where the user has spoken."""
+    """What concerns nobody is not said: channels of a model without images, 16 bits where the user has spoken, graphs,
+    which are for small steps of one rank."""
     return not (
-        part in ON_REQUEST
+        part == "graphs"
         or (part == "channels_last" and not traits.convolutions)
         or (part == "bf16" and amp is not None)
         or (part == "fused" and traits.unfused is None)

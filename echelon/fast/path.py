@@ -66,15 +66,16 @@ class FastPath:
         self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
         self._model = model
         self._compiling: Compiling | None = None
+        loss = objective.loss
         if chosen.compiled:
-            self._compiling = Compiling(say)
+            self._compiling = Compiling(say, model, loss)
             self._compiling.modules(model, chosen.compiled)
             objective.change_loss(self._compiling.function)
         self._graphs = None
         if chosen.graphs:
             from echelon.fast.graphs import Graphs
 
-            self._graphs = Graphs(plan, model, say)
+            self._graphs = Graphs(plan, model, loss, say)
 
     def arrange(self, batch: Any) -> Any:
         """Images as convolutions want them; on the device, without waiting for it."""
@@ -82,6 +83,8 @@ class FastPath:
 
     def run(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
         """The loss, known when backward is over, and what that takes."""
+        if self._compiling is not None:
+            self._compiling.begin()
         if self._graphs is not None:
             return self._graphs.run(batch, lambda given: self._plain(given, forward))
         return self._plain(batch, forward)

@@ -1,8 +1,8 @@
 """Whether a captured pass does what the pass does as it is written, tried on real batches before it may take its place.
 
-What a signature cannot see, a loss function that counts its calls or a table that is kept in a closure, shows here: a
-step runs both ways, from the same buffers and random numbers, and loss, gradients and buffers are compared. What was
-written is what counts; of the other way nothing stays.
+What neither signature nor readings can see, a table that is filled step by step or memory of the host that is gone,
+shows here: a step runs both ways, from the same buffers and random numbers, and loss, gradients and buffers are
+compared. What was written is what counts; of the other way nothing stays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ TOLERANCE = 0.02
 
 
 class Proof:
-    """Steps that run both ways."""
+    """Steps that run both ways. ``weight``: what the loss was last multiplied by for backward."""
 
-    def __init__(self, model: nn.Module, captured: Captured) -> None:
-        self.captured, self._model, self._parameters = captured, model, list(model.parameters())
+    def __init__(self, model: nn.Module, captured: Captured, weight: Tensor | float) -> None:
+        self.captured, self._weight = captured, weight
+        self._model, self._parameters = model, list(model.parameters())
         self._apart: list[dict[str, Tensor]] = []
 
     @property
@@ -40,26 +41,31 @@ class Proof:
         return None
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        """The replay goes first, since after the step as written it may find in memory what that left there."""
         before = _State(self._model, self.captured.device)
+        so_far = self._exchange([None] * len(self._parameters))
+        self.captured.take(batch)
+        self.captured.replay(self._weight)
+        replayed = self._exchange(so_far)
+        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        before.restore()
         loss, inner = plain(batch)
 
         def backward(weight: Tensor | float) -> None:
             so_far = self._exchange([None] * len(self._parameters))
             inner(weight)
-            after = _State(self._model, self.captured.device)
             written = self._exchange([None] * len(self._parameters))
-            before.restore()
-            self.captured.take(batch)
-            self.captured.replay(weight)
-            replayed = self._exchange([_added(*both) for both in zip(so_far, written, strict=True)])
+            expected, found = _both(written, replayed)
+            ratio = torch.as_tensor(weight) / torch.as_tensor(self._weight)
             self._apart.append(
                 {
                     "losses": apart([loss.detach()], [self.captured.loss]),
-                    "gradients": apart(*_both(written, replayed)),
-                    "buffers": apart(after.buffers, list(self._model.buffers())),
+                    "gradients": apart(expected, [gradient * ratio for gradient in found]),
+                    "buffers": apart(list(self._model.buffers()), buffers),
                 }
             )
-            after.restore()
+            self._weight = weight
+            self._exchange([_added(*both) for both in zip(so_far, written, strict=True)])
 
         return loss, backward
 

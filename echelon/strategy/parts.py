@@ -220,7 +220,7 @@ class Fast:
     compile:       torch.compile; "blocks" (each repeated block for itself, so that it starts soon) or "whole"
     channels_last: convolutions' weights and images with their channels side by side in memory
     fused:         the step of SGD, Adam and AdamW in one kernel
-    graphs:        True: steps that the host holds up become one CUDA graph (docs/fast.md)
+    graphs:        forward and backward as one CUDA graph, where the host holds up the step (docs/fast.md)
     bf16:          forward and loss in bf16; ``amp=`` has the last word
     """
 

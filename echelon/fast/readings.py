@@ -1,0 +1,208 @@
+"""Python values beside the model's own that forward or the loss may read: a weight that is annealed, a switch.
+
+A graph has them written into it, so a step in which one differs must run as it is written. They are found by following
+the code from forward and the loss: globals and closures that it names, functions that it calls, and attributes of
+objects, where their names occur in the code. Code that was installed is taken to be fixed; what objects of its classes
+hold (a configuration) is watched whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from echelon.fast.whose import is_followed, is_library, is_users
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+DEPTH = 8  #: from forward or the loss to a value
+MOST = 4000  #: values; comparing as many takes a millisecond
+ITEMS = 256  #: of a list or dict; of a longer one only the length is watched
+SMALL = 4096  #: bytes of an array that are compared
+
+Read = Callable[[], Any]
+_GONE = object()
+_CALLED = ("forward", "__call__")  #: without being named
+_WEIGHTS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_INTERNAL = vars(nn.Module()).keys() - {"training", *_WEIGHTS}
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+class Readings:
+    """What such values are now. ``too_many``: so many that not all are watched. ``of_classes``: only attributes of
+    classes."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, of_classes: bool = False) -> None:
+        walk = _Walk()
+        for name, module in model.named_modules():
+            walk.model(module, name or "the model")
+        walk.visit(loss, "the loss", 0)
+        walk.finish()
+        walk.hooks()
+        found = [
+            (read, label) for read, label, holder in walk.found.values() if isinstance(holder, type) or not of_classes
+        ]
+        self._watched = [(read, _noted(read()), label) for read, label in found]
+        self.too_many = len(self._watched) > MOST
+
+    def changed(self) -> str | None:
+        """The first that is another one now, by its name."""
+        return next((label for read, noted, label in self._watched if not _is(_noted(read()), noted)), None)
+
+
+def _noted(value: Any) -> Any:
+    """Enough of a value to know it again. What a tensor on the CPU holds may be written into a graph, too."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value._version if value.device.type == "cpu" else 0
+    if isinstance(value, np.ndarray | np.generic) and value.nbytes <= SMALL:
+        return value.tobytes()
+    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else id(value)
+
+
+def _is(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and bool(now == before))
+
+
+class _Walk:
+    """``found``: how to read a value, what it is called, and who holds it."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, Any], tuple[Read, str, Any]] = {}
+        self._names = set(_CALLED)
+        self._objects: list[tuple[Any, str, int]] = []  # which names are looked up in
+        self._seen: dict[int, Any] = {}  # and kept, so that no other gets their addresses
+
+    def model(self, module: nn.Module, label: str) -> None:
+        """A part of the model, whose weights and plain values are in a graph's signature."""
+        self._seen[id(module)] = module
+        for name, value in vars(module).items():
+            if name not in (*_WEIGHTS, *_INTERNAL) or (name in _HOOKS and value):
+                self.visit(value, f"{label}.{name}", 1)
+        self._objects.append((type(module), type(module).__name__, 0))
+
+    def hooks(self) -> None:
+        """How many there were of all: one that comes later would not run in a graph."""
+        self._watch(RemovableHandle, 0, lambda: RemovableHandle.next_id, "the number of hooks", 0)
+
+    def finish(self) -> None:
+        """Look up every name in every object, which leads to more of both."""
+        done: set[tuple[int, str]] = set()
+        while new := [(at, name) for at in range(len(self._objects)) for name in self._names if (at, name) not in done]:
+            done.update(new)
+            for at, name in new:
+                self._look_up(*self._objects[at], name)
+
+    def visit(self, value: Any, label: str, depth: int) -> None:
+        is_leaf = isinstance(value, (*PLAIN, Tensor))
+        if is_leaf or id(value) in self._seen or depth > DEPTH or len(self.found) > MOST:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            self._function(value, depth)
+        elif isinstance(value, types.MethodType | functools.partial):
+            self._bound(value, label, depth)
+        elif isinstance(value, dict | list | tuple | deque):
+            self._container(value, label, depth)
+        elif isinstance(value, type | types.ModuleType):
+            if is_followed(value):
+                self._objects.append((value, value.__name__, depth))
+        else:
+            self._instance(value, label, depth)
+
+    def _watch(self, holder: Any, key: Any, read: Read, label: str, depth: int) -> None:
+        if (id(holder), key) not in self.found and len(self.found) <= MOST:
+            self.found[id(holder), key] = read, label, holder
+            self.visit(read(), label, depth + 1)
+
+    def _item(self, holder: Any, key: Any, label: str, depth: int) -> None:
+        self._watch(holder, key, functools.partial(_item, holder, key), label, depth)
+
+    def _attribute(self, holder: Any, name: str, label: str, depth: int) -> None:
+        self._watch(holder, name, functools.partial(getattr, holder, name, _GONE), f"{label}.{name}", depth)
+
+    def _function(self, function: types.FunctionType, depth: int) -> None:
+        if not is_users(function.__code__.co_filename):
+            return
+        label = function.__qualname__.replace(".<locals>", "")
+        for code in _codes(function.__code__):
+            self._names.update(code.co_names)
+            for name in [name for name in code.co_names if name in function.__globals__]:
+                if isinstance(function.__globals__[name], _CODE):
+                    self.visit(function.__globals__[name], name, depth + 1)
+                else:
+                    self._item(function.__globals__, name, name, depth)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._watch(cell, 0, functools.partial(_content, cell), f"{name} of {label}", depth)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.visit(default, f"a default of {label}", depth + 1)
+        self._objects.append((function, label, depth))
+
+    def _bound(self, value: types.MethodType | functools.partial[Any], label: str, depth: int) -> None:
+        if isinstance(value, types.MethodType):
+            parts: tuple[Any, ...] = value.__func__, value.__self__
+        else:
+            parts = value.func, value.args, value.keywords
+        for part in parts:
+            self.visit(part, label, depth + 1)
+
+    def _container(self, value: Any, label: str, depth: int) -> None:
+        self._watch(value, len, functools.partial(len, value), f"the length of {label}", depth)
+        if len(value) <= ITEMS:
+            for key in list(value) if isinstance(value, dict) else range(len(value)):
+                self._item(value, key, f"{label}[{key!r}]", depth)
+
+    def _instance(self, value: Any, label: str, depth: int) -> None:
+        if is_followed(type(value)):
+            self._objects.append((value, label, depth))
+        if isinstance(value, (nn.Module, *_NAMESPACES)) or not (is_followed(type(value)) or is_library(type(value))):
+            for name in getattr(value, "__dict__", {}).keys() - _INTERNAL:
+                self._attribute(value, name, label, depth)
+
+    def _look_up(self, value: Any, label: str, depth: int, name: str) -> None:
+        """What this name is as an attribute of that object or class."""
+        if not isinstance(value, type) and name in getattr(value, "__dict__", ()):
+            self._attribute(value, name, label, depth)
+        for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+            if name in vars(kind) and is_followed(kind):
+                self._class_attribute(value, kind, label, depth, name)
+
+    def _class_attribute(self, value: Any, kind: type, label: str, depth: int, name: str) -> None:
+        attribute = vars(kind)[name]
+        if isinstance(attribute, property | staticmethod | classmethod | types.FunctionType):
+            self.visit(getattr(attribute, "fget", getattr(attribute, "__func__", attribute)), label, depth + 1)
+        is_descriptor = isinstance(attribute, property | types.MemberDescriptorType)
+        if is_descriptor and not isinstance(value, type):
+            self._attribute(value, name, label, depth)
+        elif not is_descriptor and not isinstance(attribute, (staticmethod, classmethod, *_CODE)):
+            self._attribute(kind, name, kind.__name__, depth)
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """A function's code and that of functions inside it."""
+    inner = [one for const in code.co_consts if isinstance(const, types.CodeType) for one in _codes(const)]
+    return [code, *inner]
+
+
+def _item(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except (KeyError, IndexError):
+        return _GONE
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _GONE

@@ -1,0 +1,42 @@
+"""Whose code something is: the user's, which may read anything, or a library's, which is taken to be fixed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import torch
+
+_INSTALLED = (
+    *(Path(sysconfig.get_paths()[key]).resolve() for key in ("stdlib", "purelib", "platlib")),
+    Path(torch.__file__).resolve().parent,
+    Path(__file__).resolve().parents[1],
+)
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's own; cells of notebooks and lines that are typed in have none."""
+    if file.startswith("<"):
+        return not file.startswith("<frozen")
+    path = Path(file).resolve()
+    is_installed = any(path.is_relative_to(place) for place in _INSTALLED)
+    return not is_installed and not {"site-packages", "dist-packages"} & set(path.parts)
+
+
+def is_followed(thing: type | types.ModuleType) -> bool:
+    """Whether a class or module is looked into by name: the user's, and Echelon's own, which tell how far a run is."""
+    name = thing.__module__ if isinstance(thing, type) else thing.__name__
+    if name == "__main__" or name.partition(".")[0] == "echelon":
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and is_users(file)
+
+
+def is_library(kind: type) -> bool:
+    """Whether objects of a class are no data: those of torch, NumPy and Python itself."""
+    top = kind.__module__.partition(".")[0]
+    return top in ("torch", "numpy") or top in sys.stdlib_module_names
