@@ -111,6 +111,21 @@ class Annealed(list[tuple[Tensor, Tensor]]):
             yield batch
 
 
+class SetOnce(list[tuple[Tensor, Tensor]]):
+    """Batches of which the last ones come with another number outside model and batch."""
+
+    weight = 1.0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for at, batch in enumerate(super().__iter__()):
+            SetOnce.weight = 1.0 if at < STEPS - 6 else 2.0
+            yield batch
+
+
+def weighted_loss(output: Tensor, target: Tensor) -> Tensor:
+    return token_loss(output, target) * SetOnce.weight
+
+
 def annealed_loss(output: Tensor, target: Tensor) -> Tensor:
     return token_loss(output, target) * Annealed.weight
 
@@ -144,12 +159,18 @@ def train(
 
 
 def compared(
-    name: str, build: Callable[[], nn.Module], loss: Any, batches: Batches, graph: bool = True, **options: Any
+    name: str,
+    build: Callable[[], nn.Module],
+    loss: Any,
+    batches: Batches,
+    graph: bool = True,
+    within: float = 0.05,
+    **options: Any,
 ) -> bool:
-    """Whether the fast path, graphs included, gives the losses of the same options without it, and whether it ends with
+    """Whether the fast path gives the losses of the same options without it, and whether it ends with
     a graph as it should."""
     runs, compile = [], options.pop("compile", None)
-    for fast in (False, Fast(graphs=True, compile=compile)):
+    for fast in (False, Fast(compile=compile)):
         torch.manual_seed(0)
         amp = options.get("amp", "bf16" if fast is False else None)
         strategy = Strategy(fast=fast, **{**options, "amp": amp})
@@ -158,7 +179,7 @@ def compared(
     (plain, _), (quick, said) = runs
     apart = max(abs(a - b) / (abs(a) + 1e-3) for a, b in zip(plain, quick, strict=True))
     captured = "are one CUDA graph" in said
-    fine = apart < 0.05 and captured == graph and "failed" not in said
+    fine = apart < within and captured == graph and "compiling failed" not in said
     lines = [line for line in said.splitlines() if "fast:" in line]
     print(
         json.dumps({"check": name, "fine": fine, "apart": round(apart, 5), "graph": captured, "said": lines}),
@@ -172,7 +193,7 @@ def replayed_dropout() -> bool:
     torch.manual_seed(0)
     model = Transformer(dropout=0.5).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    strategy = Strategy(fast=Fast(graphs=True))
+    strategy = Strategy()
     engine = echelon.distribute(
         model, loss=token_loss, optimizer=optimizer, strategy=strategy, log=echelon.Log(console=False)
     )
@@ -230,6 +251,9 @@ def main() -> None:
         compared("convolutions", Convolutions, F.cross_entropy, images(iter(even))),
         compared("convolutions, merged, uneven", Convolutions, F.cross_entropy, images(iter(uneven)), gradient_merge=3),
         compared("it asks whether it is captured", Asking, token_loss, tokens(iter(even))),
+        compared(
+            "it asks, with dropout", lambda: Asking(dropout=0.1), token_loss, tokens(iter(even)), within=0.3
+        ),  # other random numbers
         compared("it waits for the device", Waiting, token_loss, tokens(iter(even)), graph=False),
         compared("it replaces a buffer", Averaging, F.cross_entropy, images(iter(even)), graph=False),
         compared("a global is annealed", Transformer, annealed_loss, Annealed(tokens(iter(even))), graph=False),
@@ -241,10 +265,11 @@ def main() -> None:
             graph=False,
             compile=False,
         ),
+        compared("a global is set once", Transformer, weighted_loss, SetOnce(tokens(iter(even)))),
         compared("its capture fails", Spoiling, token_loss, tokens(iter(even)), graph=False),
         replayed_dropout(),
-        without_waiting("no waiting", fast=Fast(graphs=True)),
-        without_waiting("no waiting, clip, no graph", clip=1.0),
+        without_waiting("no waiting"),
+        without_waiting("no waiting, clip, no graph", clip=1.0, fast=Fast(graphs=False)),
         without_waiting("no waiting, merged, eager", gradient_merge=2, fast=False, amp="bf16"),
     ]
     sys.exit(0 if all(results) else 1)

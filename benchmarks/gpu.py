@@ -53,7 +53,7 @@ def hand_written(work: Workload, compiled: bool, mode: str | None = None) -> Ste
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach().clone()  # torch's graphs write over it in the next step
 
     return step
 
@@ -71,7 +71,7 @@ def fabric(work: Workload) -> Step:
         fabric.backward(loss)
         stepper.step()
         stepper.zero_grad()
-        return loss
+        return loss.detach()
 
     return step
 
@@ -88,7 +88,7 @@ def accelerate(work: Workload) -> Step:
         accelerator.backward(loss)
         stepper.step()
         stepper.zero_grad()
-        return loss
+        return loss.detach()
 
     return step
 
@@ -113,7 +113,7 @@ CONTENDERS: dict[str, Callable[[Workload], Step]] = {
     "accelerate": accelerate,
     "echelon": ours,
     "echelon_whole": lambda work: ours(work, echelon.Fast(compile="whole")),
-    "echelon_graphs": lambda work: ours(work, echelon.Fast(graphs=True)),
+    "echelon_no_graphs": lambda work: ours(work, echelon.Fast(graphs=False)),
     "echelon_eager": lambda work: ours(work, echelon.Fast(compile=False)),
 }
 
@@ -137,6 +137,7 @@ class Contender:
             self._step()
         torch.cuda.synchronize()
         self.losses = [float(loss) for loss in self.losses]  # type: ignore[arg-type]
+        torch.cuda.empty_cache()  # for other processes on the GPU
 
     def turn(self, steps: int) -> None:
         begin = time.perf_counter()
