@@ -238,6 +238,37 @@ def test_objects_that_libraries_made_are_watched_whole(tmp_path: Any, monkeypatc
     assert found.changed() is not None
 
 
+class Moody:
+    _made = 0
+
+    @property
+    def broken(self) -> float:
+        raise RuntimeError("not yet")
+
+    @property
+    def pair(self) -> tuple[float, list[float]]:
+        return 1.0, table["first"]  # type: ignore[return-value]
+
+    anew = functools.partialmethod(helper)
+
+
+def test_properties_that_fail_or_make_their_values_anew_are_no_change() -> None:
+    moody = Moody()
+    loss = lambda output, target: output * moody.broken * moody.pair[0] * moody.anew() * Moody.anew  # noqa: E731
+    assert Readings(Model(), loss).changed() is None
+    assert Readings(Model(), loss, of_classes=True).changed() is None
+
+
+def test_of_classes_alone() -> None:
+    found = Readings(Model(), lambda output, target: output * Schedule.rate * schedule.step, of_classes=True)
+    schedule.step = 3
+    handle = nn.Linear(1, 1).register_forward_hook(print)
+    assert found.changed() is None
+    Schedule.rate = 2.0
+    assert found.changed() == "Schedule.rate"
+    handle.remove()
+
+
 def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "MOST", 3)
     assert Readings(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many

@@ -47,11 +47,10 @@ class Readings:
             walk.model(module, name or "the model")
         walk.visit(loss, "the loss", 0)
         walk.finish()
-        walk.hooks()
-        found = [
-            (read, label) for read, label, holder in walk.found.values() if isinstance(holder, type) or not of_classes
-        ]
-        self._watched = [(read, _noted(read()), label) for read, label in found]
+        if not of_classes:
+            walk.hooks()
+        found = [one for one in walk.found.values() if isinstance(one[-1], type) or not of_classes]
+        self._watched = [(read, _noted(read()), label) for read, label, _ in found]
         self.too_many = len(self._watched) > MOST
 
     def changed(self) -> str | None:
@@ -67,6 +66,8 @@ def _noted(value: Any) -> Any:
         return value.data_ptr(), value._version if value.device.type == "cpu" else 0
     if isinstance(value, np.ndarray | np.generic) and value.nbytes <= SMALL:
         return value.tobytes()
+    if isinstance(value, tuple) and len(value) <= ITEMS:
+        return tuple(map(_noted, value))
     return sorted(map(repr, value)) if isinstance(value, set | frozenset) else id(value)
 
 
@@ -89,7 +90,7 @@ class _Walk:
         for name, value in vars(module).items():
             if name not in (*_WEIGHTS, *_INTERNAL) or (name in _HOOKS and value):
                 self.visit(value, f"{label}.{name}", 1)
-        self._objects.append((type(module), type(module).__name__, 0))
+        self.visit(type(module), type(module).__name__, 0)
 
     def hooks(self) -> None:
         """How many there were of all: one that comes later would not run in a graph."""
@@ -129,7 +130,7 @@ class _Walk:
         self._watch(holder, key, functools.partial(_item, holder, key), label, depth)
 
     def _attribute(self, holder: Any, name: str, label: str, depth: int) -> None:
-        self._watch(holder, name, functools.partial(getattr, holder, name, _GONE), f"{label}.{name}", depth)
+        self._watch(holder, name, functools.partial(_attribute, holder, name), f"{label}.{name}", depth)
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         if not is_users(function.__code__.co_filename):
@@ -185,13 +186,22 @@ class _Walk:
         if is_descriptor and not isinstance(value, type):
             self._attribute(value, name, label, depth)
         elif not is_descriptor and not isinstance(attribute, (staticmethod, classmethod, *_CODE)):
-            self._attribute(kind, name, kind.__name__, depth)
+            # of the class itself: what it would give out as an attribute may be made anew each time
+            self._watch(kind, name, functools.partial(_item, vars(kind), name), f"{kind.__name__}.{name}", depth)
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:
     """A function's code and that of functions inside it."""
     inner = [one for const in code.co_consts if isinstance(const, types.CodeType) for one in _codes(const)]
     return [code, *inner]
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """A property is the user's code, and what it raises is for whoever reads it in a step."""
+    try:
+        return getattr(holder, name)
+    except Exception:
+        return _GONE
 
 
 def _item(holder: Any, key: Any) -> Any:
