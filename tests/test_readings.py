@@ -208,9 +208,12 @@ def test_a_hook_that_comes_later_is_noticed_and_one_that_is_there_is_followed() 
     assert found.changed() == "annealed"
     globals()["annealed"] = 0.5
     assert found.changed() is None
+    nn.Linear(1, 1).register_forward_hook(print)
+    assert found.changed() is None
     handle = model.linear.register_forward_hook(lambda module, inputs, output: output)
     assert found.changed() == "the number of hooks"
     handle.remove()
+    assert found.changed() is None
 
 
 def test_what_no_code_names_may_change() -> None:
@@ -262,11 +265,9 @@ def test_properties_that_fail_or_make_their_values_anew_are_no_change() -> None:
 def test_of_classes_alone() -> None:
     found = Readings(Model(), lambda output, target: output * Schedule.rate * schedule.step, of_classes=True)
     schedule.step = 3
-    handle = nn.Linear(1, 1).register_forward_hook(print)
     assert found.changed() is None
     Schedule.rate = 2.0
     assert found.changed() == "Schedule.rate"
-    handle.remove()
 
 
 def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

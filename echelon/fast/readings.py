@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from echelon.fast.whose import is_followed, is_library, is_users
 
@@ -45,10 +44,9 @@ class Readings:
         walk = _Walk()
         for name, module in model.named_modules():
             walk.model(module, name or "the model")
+        walk.hooks(model)
         walk.visit(loss, "the loss", 0)
         walk.finish()
-        if not of_classes:
-            walk.hooks()
         found = [one for one in walk.found.values() if isinstance(one[-1], type) or not of_classes]
         self._watched = [(read, _noted(read()), label) for read, label, _ in found]
         self.too_many = len(self._watched) > MOST
@@ -92,9 +90,10 @@ class _Walk:
                 self.visit(value, f"{label}.{name}", 1)
         self.visit(type(module), type(module).__name__, 0)
 
-    def hooks(self) -> None:
-        """How many there were of all: one that comes later would not run in a graph."""
-        self._watch(RemovableHandle, 0, lambda: RemovableHandle.next_id, "the number of hooks", 0)
+    def hooks(self, model: nn.Module) -> None:
+        """How many there are: one that comes later would not run in a graph, and one that goes would go on."""
+        every = [hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._watch(model, "hooks", lambda: sum(map(len, every)), "the number of hooks", 0)
 
     def finish(self) -> None:
         """Look up every name in every object, which leads to more of both."""
