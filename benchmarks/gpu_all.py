@@ -41,7 +41,7 @@ WORKS = {
     "gpt2_medium": Size(36, LARGE),
 }
 CONTENDERS = ("eager", "compiled", "graphs", "fabric", "accelerate", "echelon", "echelon_whole")
-STARTING = ("--rounds", "1", "--steps", "1", "--warm-up", "0")
+STARTING = ("--rounds", "1", "--steps", "1", "--warm-up", "0", "--no-roofline")
 MEMORY = 134  #: GB
 AT_ONCE = 8
 

@@ -521,6 +521,17 @@ def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_
     assert len(said) == TRIES
 
 
+@pytest.mark.parametrize(("compile", "advised"), [("blocks", True), ("whole", False), (False, False)])
+def test_where_the_host_is_slow_and_no_graph_helps_compiling_the_whole_is_proposed(compile: Any, advised: bool) -> None:
+    said: list[str] = []
+    plan = with_chosen(planned(Blocks())[0], decide(Fast(compile=compile), None, with_traits()))
+    graphs = Graphs(plan, Blocks(), None, said.append)
+    graphs._leave_out("batches hold more than tensors")  # which is known before anything is timed
+    graphs._held_up = True
+    graphs._leave_out("forward draws")
+    assert ["compile='whole'" in line for line in said] == [False, advised]
+
+
 def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing() -> None:
     large, small = torch.full((100,), 10.0), torch.full((4,), 1e-4)
     assert apart([large, small], [large, small]) == 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.fast.captured import Backward, Captured, Rehearsal, Run, has_room
+from echelon.fast.chosen import WHOLE, Chosen
 from echelon.fast.compiled import Say
 from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
 from echelon.fast.proof import Proof
@@ -41,6 +42,8 @@ class Graphs:
         self._phase: Callable[[Any, Run], tuple[Tensor, Backward]] | None = self._settle
         self._steps = self._misses = 0
         self._tries = TRIES
+        self._advice = _advice(plan.fast)
+        self._held_up = False
         self._plain_laps: list[_Lap] = []
         self._laps: list[_Lap] = []
         self._rehearsal = Rehearsal()
@@ -84,6 +87,7 @@ class Graphs:
         return plain(batch)
 
     def _consider(self) -> None:
+        self._held_up = True
         self._readings = Readings(self._model, self._loss)
         if not has_room(self._device):
             self._leave_out("a graph keeps its memory, and no step would fit beside it")
@@ -175,7 +179,13 @@ class Graphs:
 
     def _leave_out(self, reason: str) -> None:
         self._phase = None
-        self._say(f"fast: CUDA graphs left out: {reason}")
+        self._say(f"fast: CUDA graphs left out: {reason}{self._advice if self._held_up else ''}")
+
+
+def _advice(chosen: Chosen) -> str:
+    """Each compiled block is called from Python; a whole leaves less to the host."""
+    blocks = chosen.compiled not in ((), (WHOLE,))
+    return "; the host holds up the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""
 
 
 class _Lap:
