@@ -30,7 +30,6 @@ class Captured:
         self._gradients: list[Tensor | None] = []
         self.device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         self._weight, self._loss = torch.ones((), device=self.device), torch.zeros((), device=self.device)
-        self._graph = torch.cuda.CUDAGraph()
         self.loss = self._loss  #: of this step; in memory of its own, since callers keep losses
 
     def fits(self, batch: Any) -> bool:
@@ -46,7 +45,7 @@ class Captured:
     def replay(self, weight: Tensor | float) -> None:
         """The pass of the batch that was taken, of the loss times ``weight``."""
         self._weight.fill_(weight)
-        self._graph.replay()
+        self._launch()
         self.loss.copy_(self._loss)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             if gradient is None:
@@ -62,18 +61,25 @@ class Captured:
         kept = [parameter.grad for parameter in self._parameters]
         self._set([None] * len(kept))
         try:
-            with _put_right(self._graph, self.device), _none_compiled():
-                self._capture()
+            self._capture()
             self._gradients = [parameter.grad for parameter in self._parameters]
         finally:
             self._set(kept)
 
     def _capture(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
         # other threads (loaders' pinned memory) go on using the device meanwhile
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            loss, backward = self._plain(tree_unflatten(self._leaves, self._structure))
-            backward(self._weight)
-            self._loss = loss.detach()
+        capturing = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+        with _put_right(self._graph, self.device), _none_compiled(), capturing:
+            self._loss = self._pass()
+
+    def _pass(self) -> Tensor:
+        loss, backward = self._plain(tree_unflatten(self._leaves, self._structure))
+        backward(self._weight)
+        return loss.detach()
+
+    def _launch(self) -> None:
+        self._graph.replay()
 
     def _set(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

@@ -1,0 +1,375 @@
+"""CUDA graphs without CUDA: what is captured, what is told apart from it, and that a graph never does something else.
+
+In place of a captured pass stands a trace of its operations, which has Python's values written into it as a graph has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from test_fast import Blocks, planned, with_traits
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from echelon import Fast
+from echelon.fast import graphs
+from echelon.fast.captured import Captured, Rehearsal
+from echelon.fast.decide import decide
+from echelon.fast.graphs import PATIENCE, SETTLING, TRIES, WATCHED, Graphs
+from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
+from echelon.fast.look import with_chosen
+from echelon.fast.proof import Proof, _State, apart
+from echelon.fast.signature import Signature
+
+# ---- what a captured step has written into it ----
+
+
+def test_a_step_that_differs_from_the_captured_one_is_told_apart() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    batch = (torch.ones(2, 4), {"scale": 2.0})
+    signature = Signature(model, batch)
+    assert signature.fits((torch.zeros(2, 4), {"scale": 2.0}))
+    assert not signature.fits((torch.zeros(3, 4), {"scale": 2.0}))
+    assert not signature.fits((torch.zeros(2, 4).double(), {"scale": 2.0}))
+    assert not signature.fits((torch.zeros(2, 4), {"scale": 3.0}))
+    assert not signature.fits((torch.zeros(2, 4), {"other": 2.0}))
+    model[1].p = 0.4
+    assert not signature.fits(batch)
+    model[1].p = 0.5
+    assert signature.fits(batch)
+    model.eval()
+    assert not signature.fits(batch)
+    model.train()
+    model[0].bias.requires_grad_(False)
+    assert not signature.fits(batch)
+    model[0].bias.requires_grad_(True)
+    model[0].weight.data = model[0].weight.data.clone()
+    assert not signature.fits(batch)
+
+
+class Behind(nn.Module):
+    """Leaves things behind in forward; which, it is told."""
+
+    def __init__(self, what: str = "nothing") -> None:
+        super().__init__()
+        self.inner, self.what = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), what
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.seen, self.last = 0, list[Tensor](), torch.zeros(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.what == "calls":
+            self.calls += 1
+        if self.what == "mean":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.what == "seen":
+            self.seen.append(x.detach())
+        if self.what == "last":
+            self.last = x.detach()
+        if self.what == "inner.0.scale":
+            self.inner[0].scale = 2.0
+        if self.what == "inner.more":
+            self.inner.add_module("more", nn.Identity())
+        self.last.copy_(x.detach())  # contents may change
+        return x
+
+
+@pytest.mark.parametrize("what", ["nothing", "calls", "mean", "seen", "last", "inner.0.scale", "inner.more"])
+def test_what_forward_leaves_behind_in_python_is_found(what: str) -> None:
+    model = Behind(what)
+    before = look_at(model)
+    model(torch.randn(8, 4))
+    assert left_behind(before, look_at(model)) == (None if what == "nothing" else what)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda model: model.head.weight.register_hook(print),
+        lambda model: model.head.weight.register_post_accumulate_grad_hook(print),
+        lambda model: model.layers[0].register_full_backward_hook(print),
+        lambda model: model.layers[0].register_full_backward_pre_hook(print),
+    ],
+)
+def test_hooks_on_gradients_are_found(hook: Callable[[nn.Module], Any]) -> None:
+    model = Blocks()
+    model.register_forward_hook(print)
+    assert not has_gradient_hooks(model)
+    handle = hook(model)
+    assert has_gradient_hooks(model)
+    handle.remove()
+    assert not has_gradient_hooks(model)
+
+
+class Stand:
+    """In place of a captured pass where there are no CUDA graphs: ``program``, whatever the step is by now."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, program: Callable[[Any], tuple[Tensor, Callable[..., None]]]) -> None:
+        self._program = program
+        self.loss = torch.zeros(())
+
+    def take(self, batch: Any) -> None:
+        self._batch = batch
+
+    def replay(self, weight: Any) -> None:
+        loss, backward = self._program(self._batch)
+        backward(weight)
+        self.loss = loss.detach()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_step_that_is_proved_is_the_step_as_written_and_nothing_of_the_other_way_stays(merged: bool) -> None:
+    def passed(model: nn.Module, proved: bool) -> list[Tensor]:
+        def plain(batch: Tensor) -> tuple[Tensor, Callable[..., None]]:
+            loss = model(batch).square().mean()
+            return loss, lambda weight: (loss * weight).backward()
+
+        proof = Proof(model, Stand(plain), weight=2.0)  # type: ignore[arg-type]
+        found = []
+        torch.manual_seed(2)
+        for batch, weight in zip(torch.randn(2, 8, 4), (3.0, torch.tensor(0.5)), strict=True):
+            loss, backward = (proof.run if proved else lambda batch, plain: plain(batch))(batch, plain)
+            backward(weight)
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), torch.rand(3)]
+            if not merged:
+                model.zero_grad()
+        assert not proved or (proof.is_over and proof.objection() is None)
+        return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+    runs = []
+    for proved in (True, False):
+        torch.manual_seed(0)
+        runs.append(passed(Behind(), proved))
+    assert len(runs[0]) == len(runs[1]) > 12
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["losses", "gradients", "buffers"])
+def test_a_graph_that_does_something_else_is_found_out(what: str) -> None:
+    torch.manual_seed(0)
+    model, calls = Behind(), [0]
+
+    def plain(batch: Tensor, late: float = 1.0) -> tuple[Tensor, Callable[..., None]]:
+        loss = model(batch).square().mean() * (late if what == "losses" else 1.0)
+        return loss, lambda weight: (loss * weight * (late if what == "gradients" else 1.0)).backward()
+
+    def captured(batch: Tensor) -> tuple[Tensor, Callable[..., None]]:  # as a loss that counts its calls would be
+        calls[0] += 1
+        if what == "buffers" and calls[0] == 2:
+            model.inner[1].running_mean.zero_()
+        return plain(batch, late=1.05 if calls[0] == 2 else 1.0)
+
+    proof = Proof(model, Stand(captured), weight=1.0)  # type: ignore[arg-type]
+    for batch in torch.randn(2, 8, 4):
+        proof.run(batch, plain)[1](1.0)
+    assert proof.objection() is not None
+    assert str(proof.objection()).startswith(f"{what} of a captured step differ by ")
+
+
+def test_a_graph_that_finds_what_the_step_as_written_left_in_memory_is_found_out() -> None:
+    model, left = nn.Linear(4, 4), [0.0]
+
+    def plain(batch: Tensor, scale: float | None = None) -> tuple[Tensor, Callable[..., None]]:
+        left[0] = left[0] + 1.0 if scale is None else left[0]
+        loss = model(batch).square().mean() * (left[0] if scale is None else scale)
+        return loss, lambda weight: (loss * weight).backward()
+
+    proof = Proof(model, Stand(lambda batch: plain(batch, scale=left[0])), weight=1.0)  # type: ignore[arg-type]
+    for batch in torch.randn(2, 8, 4):
+        proof.run(batch, plain)[1](1.0)
+    assert str(proof.objection()).startswith("losses of a captured step differ by ")
+
+
+def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_for_ever() -> None:
+    class Unlike:
+        def fits(self, batch: Any) -> bool:
+            return batch == "alike"
+
+    said: list[str] = []
+    graphs = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
+    for attempt in range(TRIES):
+        assert graphs._phase is not None
+        graphs._captured, graphs._phase = Unlike(), None  # type: ignore[assignment]
+        for _ in range(PATIENCE):
+            assert len(said) == attempt
+            assert graphs.run("other", lambda batch: (batch, print)) == ("other", print)
+        assert graphs._captured is None
+    assert graphs._phase is None
+    assert len(said) == TRIES
+
+
+@pytest.mark.parametrize(("compile", "advised"), [("blocks", True), ("whole", False), (False, False)])
+def test_where_the_host_is_slow_and_no_graph_helps_compiling_the_whole_is_proposed(compile: Any, advised: bool) -> None:
+    said: list[str] = []
+    plan = with_chosen(planned(Blocks())[0], decide(Fast(compile=compile), None, with_traits()))
+    graphs = Graphs(plan, Blocks(), None, said.append)
+    graphs._leave_out("batches hold more than tensors")  # which is known before anything is timed
+    graphs._held_up = True
+    graphs._leave_out("forward draws")
+    assert ["compile='whole'" in line for line in said] == [False, advised]
+
+
+def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing() -> None:
+    large, small = torch.full((100,), 10.0), torch.full((4,), 1e-4)
+    assert apart([large, small], [large, small]) == 0
+    assert apart([large, small], [large * 1.1, small]) == pytest.approx(0.1 / 1.01, rel=1e-3)
+    assert apart([large, small], [large, -small]) < 1e-3
+    assert apart([large, torch.tensor([torch.inf])], [large * 2, small[:1]]) == 0
+    assert apart([large], [large * torch.nan]) == torch.inf
+    assert apart([], []) == 0
+
+
+# ---- from the first step to the last ----
+
+
+class Traced(Captured):
+    """A pass on the CPU, as the operations that it called when it was captured."""
+
+    def __init__(self, model: nn.Module, *rest: Any) -> None:
+        super().__init__(model, *rest)
+        self.model = model
+
+    def _capture(self) -> None:
+        def step() -> tuple[Tensor, list[Tensor | None]]:
+            return self._pass(), [parameter.grad for parameter in self._parameters]
+
+        before = _State(self.model, self.device)
+        self._program = make_fx(step)()
+        before.restore()  # tracing runs what it traces, capturing does not
+
+    def _launch(self) -> None:
+        self._loss, self._gradients = self._program()
+
+
+class Lap:
+    """Of a host that takes all of the time, and of graphs that take half of it."""
+
+    host, made = 1.0, 0
+
+    def __init__(self) -> None:
+        self._is_plain = Lap.made % (2 * WATCHED) < WATCHED
+        Lap.made += 1
+
+    def end(self) -> None: ...
+
+    def is_over(self) -> bool:
+        return True
+
+    def device(self) -> float:
+        return 1.0 if self._is_plain else 0.5
+
+
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Lap", Lap)
+    monkeypatch.setattr(Lap, "made", 0)
+    monkeypatch.setattr(graphs, "has_room", lambda device: True)
+    monkeypatch.setattr(graphs, "Captured", Traced)
+    monkeypatch.setattr(graphs, "draws", lambda: None)  # here the host's random numbers are the device's
+    monkeypatch.setattr(Rehearsal, "_played", lambda self: nullcontext())
+
+
+class Weights:
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        self.of_object = 1.0
+
+
+weights = Weights()
+of_module = 1.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale * of_module  # type: ignore[no-any-return]
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean() * weights.of_object * Weights.of_class
+
+
+STEPS = SETTLING + 2 * WATCHED + 12
+Change = Callable[[int, nn.Module, pytest.MonkeyPatch], Any]
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch, change: Change, sizes: list[int], with_graphs: bool
+) -> tuple[Any, list[str]]:
+    """Losses, weights and buffers, and what was said. ``change`` goes before each step."""
+    said: list[str] = []
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    capturing = Graphs(planned(Blocks())[0], model, weighted, said.append)
+
+    def plain(batch: Any) -> tuple[Tensor, Callable[..., None]]:
+        loss = weighted(model(batch[0]), batch[1])
+        return loss, lambda weight: (loss * weight).backward()
+
+    losses = []
+    with monkeypatch.context() as patch:
+        for at, size in enumerate(sizes):
+            change(at, model, patch)
+            batch = torch.randn(size, 4), torch.randn(size, 2)
+            loss, backward = capturing.run(batch, plain) if with_graphs else plain(batch)
+            backward(2.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    return [*losses, *model.state_dict().values()], said
+
+
+def nothing(at: int, model: nn.Module, patch: pytest.MonkeyPatch) -> None: ...
+
+
+def late(where: Callable[[Any], Any], name: str, value: float = 3.0) -> Change:
+    """A value that is set anew in the last steps."""
+    return lambda at, model, patch: patch.setattr(where(model), name, value) if at == STEPS - 4 else None
+
+
+CASES: dict[str, tuple[Change, list[int], str]] = {
+    "a fixed program": (nothing, [8] * STEPS, "are one CUDA graph now"),
+    "other sizes in between": (nothing, [8] * (STEPS - 5) + [5, 8, 3, 8, 8], "are one CUDA graph now"),
+    "a global changes late": (
+        late(lambda model: sys.modules[__name__], "of_module"),
+        [8] * STEPS,
+        "are one CUDA graph",
+    ),
+    "an object changes late": (late(lambda model: weights, "of_object"), [8] * STEPS, "are one CUDA graph now"),
+    "a class changes late": (late(lambda model: Weights, "of_class"), [8] * STEPS, "are one CUDA graph now"),
+    "a module changes late": (late(lambda model: model, "scale"), [8] * STEPS, "are one CUDA graph now"),
+    "dropout changes late": (late(lambda model: model.layers[3], "p", 0.6), [8] * STEPS, "are one CUDA graph now"),
+    "a weight is annealed": (
+        lambda at, model, patch: patch.setattr(weights, "of_object", 1 + 0.001 * at),
+        [8] * STEPS,
+        "may read weights.of_object, which changes from step to step",
+    ),
+    "a layer is frozen late": (
+        lambda at, model, patch: model.layers[0].requires_grad_(at < STEPS - 4),  # type: ignore[index]
+        [8] * STEPS,
+        "are one CUDA graph now",
+    ),
+}
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("case", CASES)
+def test_training_with_graphs_gives_the_numbers_of_training_without(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, sizes, line = CASES[case]
+    (found, said), (expected, _) = (train(monkeypatch, change, sizes, on) for on in (True, False))
+    torch.testing.assert_close(found, expected)
+    assert [line in one for one in said] == [True], said
