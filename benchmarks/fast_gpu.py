@@ -85,6 +85,25 @@ class Spoiling(Transformer):
         return super().forward(ids)
 
 
+class Borrowed(nn.Module):
+    """Of transformers, with dropout; ``kind``: "bert" or "gpt2"."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+        if kind == "bert":
+            sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
+            self.inner: nn.Module = BertForMaskedLM(BertConfig(vocab_size=100, attn_implementation="sdpa", **sizes))
+        else:
+            sizes = {"n_embd": 128, "n_layer": 4, "n_head": 4}
+            config = GPT2Config(vocab_size=100, use_cache=False, attn_implementation="sdpa", **sizes)
+            self.inner = GPT2LMHeadModel(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids).logits  # type: ignore[no-any-return]
+
+
 class Averaging(Convolutions):
     """Puts another tensor in place of a buffer in every step, which a graph would not."""
 
@@ -254,6 +273,12 @@ def main() -> None:
         compared(
             "it asks, with dropout", lambda: Asking(dropout=0.1), token_loss, tokens(iter(even)), within=0.3
         ),  # other random numbers
+        *(
+            compared(
+                f"transformers' {kind}", lambda kind=kind: Borrowed(kind), token_loss, tokens(iter(even)), within=0.3
+            )
+            for kind in ("bert", "gpt2")
+        ),
         compared("it waits for the device", Waiting, token_loss, tokens(iter(even)), graph=False),
         compared("it replaces a buffer", Averaging, F.cross_entropy, images(iter(even)), graph=False),
         compared("a global is annealed", Transformer, annealed_loss, Annealed(tokens(iter(even))), graph=False),

@@ -16,7 +16,7 @@ from test_fast import Blocks, planned, with_traits
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from echelon import Fast
+from echelon import Fast, Strategy
 from echelon.fast import graphs
 from echelon.fast.captured import Captured, Rehearsal
 from echelon.fast.decide import decide
@@ -188,22 +188,37 @@ def test_a_graph_that_finds_what_the_step_as_written_left_in_memory_is_found_out
     assert str(proof.objection()).startswith("losses of a captured step differ by ")
 
 
-def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_for_ever() -> None:
-    class Unlike:
-        def fits(self, batch: Any) -> bool:
-            return batch == "alike"
+class Alike:
+    def fits(self, batch: Any) -> bool:
+        return batch == "alike"
 
+
+def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_for_ever() -> None:
     said: list[str] = []
     graphs = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
     for attempt in range(TRIES):
         assert graphs._phase is not None
-        graphs._captured, graphs._phase = Unlike(), None  # type: ignore[assignment]
+        graphs._captured, graphs._phase = Alike(), None  # type: ignore[assignment]
         for _ in range(PATIENCE):
             assert len(said) == attempt
             assert graphs.run("other", lambda batch: (batch, print)) == ("other", print)
         assert graphs._captured is None
     assert graphs._phase is None
     assert len(said) == TRIES
+
+
+def test_steps_that_fit_now_and_then_keep_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    capturing = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
+    captured = Alike()
+    capturing._captured, capturing._phase = captured, None  # type: ignore[assignment]
+    monkeypatch.setattr(capturing, "_replay", lambda captured, batch: ("replayed", print))
+    for _ in range(3):
+        for batch in ["other"] * (PATIENCE - 1) + ["alike"]:
+            taken = capturing.run(batch, lambda batch: (batch, print))
+            assert taken[0] == ("replayed" if batch == "alike" else "other")
+    assert capturing._captured is captured
+    assert said == []
 
 
 @pytest.mark.parametrize(("compile", "advised"), [("blocks", True), ("whole", False), (False, False)])
@@ -246,7 +261,11 @@ class Traced(Captured):
         before.restore()  # tracing runs what it traces, capturing does not
 
     def _launch(self) -> None:
-        self._loss, self._gradients = self._program()
+        loss, gradients = self._program()
+        self._loss.copy_(loss)  # into the same memory each time, as a graph
+        for mine, new in zip(self._gradients, gradients, strict=True):
+            if mine is not None:
+                mine.copy_(new)
 
 
 class Lap:
@@ -307,14 +326,14 @@ Change = Callable[[int, nn.Module, pytest.MonkeyPatch], Any]
 
 
 def train(
-    monkeypatch: pytest.MonkeyPatch, change: Change, sizes: list[int], with_graphs: bool
+    monkeypatch: pytest.MonkeyPatch, change: Change, sizes: list[int], with_graphs: bool, merge: int = 1
 ) -> tuple[Any, list[str]]:
     """Losses, weights and buffers, and what was said. ``change`` goes before each step."""
     said: list[str] = []
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    capturing = Graphs(planned(Blocks())[0], model, weighted, said.append)
+    capturing = Graphs(planned(Blocks(), Strategy(gradient_merge=merge))[0], model, weighted, said.append)
 
     def plain(batch: Any) -> tuple[Tensor, Callable[..., None]]:
         loss = weighted(model(batch[0]), batch[1])
@@ -327,9 +346,10 @@ def train(
             batch = torch.randn(size, 4), torch.randn(size, 2)
             loss, backward = capturing.run(batch, plain) if with_graphs else plain(batch)
             backward(2.0)
-            optimizer.step()
-            optimizer.zero_grad()
             losses.append(loss.detach())
+            if at % merge == merge - 1:
+                optimizer.step()
+                optimizer.zero_grad()
     return [*losses, *model.state_dict().values()], said
 
 
@@ -373,3 +393,10 @@ def test_training_with_graphs_gives_the_numbers_of_training_without(case: str, m
     (found, said), (expected, _) = (train(monkeypatch, change, sizes, on) for on in (True, False))
     torch.testing.assert_close(found, expected)
     assert [line in one for one in said] == [True], said
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_merged_steps_with_graphs_add_up_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found, said), (expected, _) = (train(monkeypatch, nothing, [8] * STEPS, on, merge=3) for on in (True, False))
+    torch.testing.assert_close(found, expected)
+    assert ["are one CUDA graph now" in one for one in said] == [True], said
