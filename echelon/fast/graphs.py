@@ -43,7 +43,6 @@ class Graphs:
         self._steps = self._misses = 0
         self._tries = TRIES
         self._advice = _advice(plan.fast)
-        self._held_up = False
         self._plain_laps: list[_Lap] = []
         self._laps: list[_Lap] = []
         self._rehearsal = Rehearsal()
@@ -62,41 +61,39 @@ class Graphs:
 
     def _settle(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         self._steps += 1
-        if self._steps < SETTLING:
-            return plain(batch)
-        before, modules = draws(), look_at(self._model)
-        taken = plain(batch)
-        left = left_behind(modules, look_at(self._model))
-        self._phase = self._watch
-        if not is_plain(batch):
-            self._leave_out("batches hold more than tensors")
-        elif before != draws():
-            self._leave_out("forward draws random numbers on the host")
-        elif left is not None:
-            self._leave_out(f"forward sets {left} of the model, which a graph would not")
-        return taken
+        if self._steps == SETTLING:
+            self._phase = self._watch
+        return plain(batch)
 
     def _watch(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         if len(self._plain_laps) < WATCHED:
             return _timed(plain, batch, self._plain_laps)
         if not self._plain_laps[-1].is_over():
             return plain(batch)
-        self._phase, self._steps = None, 0
-        if _host(self._plain_laps) >= HELD_UP * _device(self._plain_laps):
-            self._consider()
+        held_up = _host(self._plain_laps) >= HELD_UP * _device(self._plain_laps)
+        self._phase, self._steps = self._examine if held_up else None, 0
         return plain(batch)
 
-    def _consider(self) -> None:
-        self._held_up = True
+    def _examine(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        """A step as it is written, and what speaks against a graph of it."""
+        self._phase = self._rehearse
         self._readings = Readings(self._model, self._loss)
-        if not has_room(self._device):
-            self._leave_out("a graph keeps its memory, and no step would fit beside it")
+        before, modules = draws(), look_at(self._model)
+        taken = plain(batch)
+        left = left_behind(modules, look_at(self._model))
+        if not is_plain(batch):
+            self._leave_out("batches hold more than tensors")
+        elif before != draws():
+            self._leave_out("forward draws random numbers on the host")
+        elif left is not None:
+            self._leave_out(f"forward sets {left} of the model, which a graph would not")
         elif has_gradient_hooks(self._model):
             self._leave_out("hooks on gradients are Python, which a graph would not run")
         elif self._readings.too_many:
             self._leave_out("forward and loss can read more Python values than could be watched in every step")
-        else:
-            self._phase = self._rehearse
+        elif not has_room(self._device):
+            self._leave_out("a graph keeps its memory, and no step would fit beside it")
+        return taken
 
     def _rehearse(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         self._steps += 1
@@ -179,7 +176,7 @@ class Graphs:
 
     def _leave_out(self, reason: str) -> None:
         self._phase = None
-        self._say(f"fast: CUDA graphs left out: {reason}{self._advice if self._held_up else ''}")
+        self._say(f"fast: CUDA graphs left out: {reason}{self._advice}")
 
 
 def _advice(chosen: Chosen) -> str:
