@@ -224,7 +224,7 @@ class HostAgent(LocalElasticAgent):
 
     def note(self, kind: Kind, text: str, failure: Failure | None = None) -> None:
         """Among the run's events, with whose failure it was. One host speaks for all: they may share the directory."""
-        if self._muster.node_rank == 0:
+        if self._muster.is_first:
             note_beside(kind, text, failure.of_rank if failure is not None else None)
 
     def _announce(self, verdict: Verdict) -> None:
@@ -264,7 +264,7 @@ class HostAgent(LocalElasticAgent):
         self._ranks.more = dict(self._marks.environment)
         for companion in self._companions:
             self._ranks.more |= companion.environment(self._round)
-        if self._muster.lineup.number == 0 and self._muster.node_rank == 0:
+        if self._muster.lineup.number == 0 and self._muster.is_first:
             forget_logs(self._ranks.log_dir, "rank", beyond=len(self._muster.endpoints))
             forget_logs(self._ranks.log_dir, "server", beyond=0)
 

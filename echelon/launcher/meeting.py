@@ -23,8 +23,8 @@ from echelon.launcher.line import POLL
 from echelon.launcher.muster import STORE_TIMEOUT, Muster
 from echelon.launcher.secret import find_token
 
-#: held open until the process ends
-_signs: list[socket.socket] = []
+#: by port; held open until the process ends
+_signs: dict[int, socket.socket] = {}
 
 
 def own_address(job: Job) -> str:
@@ -133,22 +133,22 @@ class Places:
         where = f"--master {address}:{port}"
         if node_rank == 0 and not local and len(self._places) == 1:
             raise UsageError(f"--node-rank 0 must be the host of --master, but {address} is no address of this host")
-        if local and (node_rank in (None, 0) or len(self._places) > 1):
-            try:
-                return self._serve(address, port), True
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise UsageError(f"{where} cannot be served: {error.strerror}") from None
-                if (node_rank == 0 and len(self._places) == 1) or not _is_muster(port):
-                    raise UsageError(
-                        f"{where}: the port is in use on this host by another program; "
-                        "choose another, the same on every host"
-                    ) from None
+        may_serve = local and (node_rank in (None, 0) or len(self._places) > 1)
+        must_serve = node_rank == 0 and len(self._places) == 1
+        if may_serve and (_hang_out_sign(port) or must_serve):
+            return self._serve(address, port, where), True
         return self._reach(address, port), False
 
-    def _serve(self, address: str, port: int) -> Store:
-        store, _ = serve_store(address, port, self._token, STORE_TIMEOUT)
-        _hang_out_sign(port)
+    def _serve(self, address: str, port: int, where: str) -> Store:
+        try:
+            store, _ = serve_store(address, port, self._token, STORE_TIMEOUT)
+        except OSError as error:
+            _take_in_sign(port)
+            if error.errno != errno.EADDRINUSE:
+                raise UsageError(f"{where} cannot be served: {error.strerror}") from None
+            raise UsageError(
+                f"{where}: the port is in use on this host by another program; choose another, the same on every host"
+            ) from None
         return store
 
     def _reach(self, address: str, port: int) -> Store:
@@ -176,27 +176,27 @@ class Places:
         )
 
 
-def _sign(port: int) -> str:
-    return f"\0echelon-muster-{port}"
+def _hang_out_sign(port: int) -> bool:
+    """Tell other launchers on this host that the port is ours, before it is; False where another one's sign is there.
 
-
-def _hang_out_sign(port: int) -> None:
-    """A second launcher on this host can tell by it whose the port is. It vanishes with our process."""
+    A name without a file, which vanishes with our process. Where there are no such names (only Linux has them) it is
+    always ours, and a second launcher finds the port in use.
+    """
+    if port in _signs:
+        return True
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(OSError):  # only Linux has names without a file
-        sign.bind(_sign(port))
-        sign.listen()
-        _signs.append(sign)
+    try:
+        sign.bind(f"\0echelon-muster-{port}")
+    except OSError as error:
+        sign.close()
+        return error.errno != errno.EADDRINUSE
+    _signs[port] = sign
+    return True
 
 
-def _is_muster(port: int) -> bool:
-    """Whether a launcher has the port; one that has just taken it hangs out its sign in a moment."""
-    for _ in range(5):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.connect(_sign(port))
-            return True
-        time.sleep(POLL)
-    return False
+def _take_in_sign(port: int) -> None:
+    if (sign := _signs.pop(port, None)) is not None:
+        sign.close()
 
 
 def _call(address: str, port: int, found: list[Store]) -> None:

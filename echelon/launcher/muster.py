@@ -93,6 +93,11 @@ class Muster(RendezvousHandler):
         return place
 
     @property
+    def is_first(self) -> bool:
+        """Whether we have the first place of the round; nobody has one before there was a round."""
+        return self.lineup.place_of(self._attendance.token) == 0
+
+    @property
     def endpoints(self) -> list[str]:
         return [endpoint for host in self.hosts for endpoint in host.endpoints]
 

@@ -1,13 +1,20 @@
 """Several hosts: two launchers on this machine meet at a loopback port."""
 
 import socket
+import threading
+import time
 
 import pytest
-from command import echelon, finish, start, until, write
+from command import Ended, echelon, finish, start, until, write
 from harness import free_port
 
 from echelon.errors import PeerLost, UsageError
 from echelon.launcher.cards import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
+from echelon.launcher.gate import serve_store
+from echelon.launcher.job import check
+from echelon.launcher.meeting import Places
+from echelon.launcher.muster import STORE_TIMEOUT
+from echelon.launcher.network import answers
 
 
 def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):
@@ -78,6 +85,39 @@ def test_stopping_one_host_stops_the_other(tmp_path):
     assert [end.code for end in ends] == [143, 143]
     assert ends[0].err == "echelon: stopped by SIGTERM; no process is left\n"
     assert ends[1].err == f"echelon: host {socket.gethostname()} was stopped by SIGTERM\n"
+
+
+def test_a_launcher_that_waits_for_others_is_stopped_in_one_line(tmp_path):
+    write(tmp_path / "any.py", "")
+    port = free_port()
+    waiting = start("run", "--nnodes", 2, "--master", f"127.0.0.1:{port}", "any.py", cwd=tmp_path)
+    until(lambda: answers("127.0.0.1", port, timeout=1.0), "the launcher")
+    time.sleep(0.5)
+    waiting.terminate()
+    assert finish(waiting) == Ended(143, "", "echelon: stopped by SIGTERM; no process is left\n")
+
+
+def test_a_launcher_that_has_only_just_said_that_the_port_is_its_own_is_waited_for(tmp_path, monkeypatch):
+    """On a busy machine seconds may go by until it serves there."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "any.py", "")
+    port, served = free_port(), []
+    options = {"module": False, "procs": 1, "gpus": None, "node_rank": None, "max_restarts": 0, "log_dir": "log"}
+    where = {"nnodes": 2, "master": f"127.0.0.1:{port}", "nic": None, "join_timeout": 30.0}
+    with socket.socket(socket.AF_UNIX) as sign:
+        sign.bind(f"\0echelon-muster-{port}")
+
+        def late():
+            time.sleep(1.5)
+            served.append(serve_store("127.0.0.1", port, None, STORE_TIMEOUT))
+
+        other = threading.Thread(target=late)
+        other.start()
+        meeting = Places(check("any.py", [], **options, **where))()
+        other.join()
+    assert not meeting.serves
+    meeting.store.set("key", "value")
+    assert served[0][0].get("key") == b"value"
 
 
 def test_a_port_in_use_is_one_line(tmp_path):
