@@ -80,11 +80,21 @@ def finish(process: Process) -> Ended:
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=LIMIT)
-        raise AssertionError(f"still running after {LIMIT} s\n{out}\n{err}") from None
+        raise AssertionError(f"still running after {LIMIT} s\n{_last_words(process)}") from None
     assert process.returncode is not None
     return Ended(process.returncode, out, err)
+
+
+def _last_words(stuck: Process) -> str:
+    """Of all launchers of the test: the one that hangs may wait for another."""
+    said = []
+    for process in (stuck, *(one for one in _started if one is not stuck)):
+        code = process.poll()
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired, ValueError):  # one that was read to its end before
+            out, err = process.communicate(timeout=10.0)
+            said.append(f"-- it {'was running' if code is None else f'had ended with {code}'}\n{out}\n{err}")
+    return "\n".join(said)
 
 
 def echelon(*words: object, cwd: Path, **env: str) -> Ended:
