@@ -60,6 +60,39 @@ def helper(x: Any) -> Any:
     return x * annealed
 
 
+@torch.no_grad()
+def wrapped(output: Any, target: Any) -> Any:
+    return helper(output)
+
+
+@functools.lru_cache
+def kept(x: float) -> Any:
+    return helper(x)
+
+
+class Table:
+    def __init__(self) -> None:
+        self._rows = {"a": 1.0}
+
+    def __getitem__(self, key: str) -> float:
+        return self._rows[key]
+
+
+class Batches(list[int]):
+    def __init__(self) -> None:
+        super().__init__([1, 2])
+        self.weight = 1.0
+
+
+rows, batches, long = Table(), Batches(), [1.0] * 1000
+
+
+def importing(output: Any, target: Any) -> Any:
+    import imported_inside  # type: ignore[import-not-found]
+
+    return output * imported_inside.weight
+
+
 def keeping() -> tuple[Callable[..., Any], Callable[[], None]]:
     calls = 0
 
@@ -145,6 +178,13 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
     "part of a module": (lambda o, t: o * of_module.annealed, set_global("annealed", 0.6), "annealed"),
     "what a partial holds": (functools.partial(by_default, given=settings),
                              lambda: setattr(settings, "scale", 2.0), "scale"),
+    "what a decorator of torch's wraps": (wrapped, set_global("annealed", 0.6), "annealed"),
+    "what a cache wraps": (lambda o, t: o * kept(1.0), set_global("annealed", 0.6), "annealed"),
+    "what brackets read": (lambda o, t: o * rows["a"], lambda: rows._rows.update(a=2.0), "rows._rows['a']"),
+    "an attribute of a list": (lambda o, t: o * batches.weight, lambda: setattr(batches, "weight", 2.0), "batches."),
+    "an attribute by its name": (lambda o, t: o * getattr(schedule, "step"), lambda: setattr(schedule, "step", 1),  # noqa: B009
+                                 "schedule.step"),
+    "an entry of a long list": (lambda o, t: o * long[3], lambda: long.__setitem__(3, 2.0), "long"),
     "a bound method": (Criterion().forward, set_global("annealed", 0.6), "annealed"),
 }  # fmt: skip
 
@@ -160,6 +200,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
                          (namespace.inner, "scale"), (marked, "factor")):  # fmt: skip
         monkeypatch.setattr(holder, name, getattr(holder, name))
     monkeypatch.setitem(settings.parts, "a", 1.0)
+    monkeypatch.setitem(rows._rows, "a", 1.0)
+    monkeypatch.setattr(batches, "weight", 1.0)
+    monkeypatch.setitem(globals(), "long", [1.0] * 1000)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -188,6 +231,35 @@ def test_a_loss_that_is_a_module_is_watched_with_its_buffers() -> None:
     assert found.changed() is None
     loss.weights = torch.ones(4)
     assert found.changed() == "the loss._buffers['weights']"
+
+
+def test_a_module_that_is_imported_inside_a_function_is_watched(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_inside.py").write_text("weight = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importing(1.0, None)
+    found = Readings(Model(), importing)
+    assert found.changed() is None
+    sys.modules["imported_inside"].weight = 2.0  # type: ignore[attr-defined]
+    assert found.changed() == "imported_inside.weight"
+
+
+def test_another_object_in_the_place_of_one_that_is_gone_is_another() -> None:
+    """Even at the same address, which the interpreter gives out again at once."""
+    found = Readings(Model(), lambda output, target: output * settings.scale)
+    for _ in range(20):
+        globals()["settings"] = None
+        globals()["settings"] = Settings()
+        assert found.changed() == "settings"
+
+
+def test_what_lies_too_deep_or_is_too_long_to_be_watched_is_said() -> None:
+    deep: Any = [1.0]
+    for _ in range(readings.DEPTH + 1):
+        deep = [deep]
+    objects = [Schedule() for _ in range(readings.ITEMS + 1)]
+    assert Readings(Model(), lambda output, target: output * deep).too_many
+    assert Readings(Model(), lambda output, target: output * objects).too_many
+    assert not Readings(Model(), lambda output, target: output * long).too_many
 
 
 def test_what_the_model_holds_is_watched() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from echelon.fast.signature import PLAIN
+
 Look = dict[tuple[str, str], Any]
 
 
@@ -25,7 +27,7 @@ def left_behind(before: Look, after: Look) -> str | None:
         if before.get(at, _ABSENT) != after.get(at, _ABSENT):
             module, attribute = at
             both = before.get(at, {}), after.get(at, {})
-            changed = _entry(*both) if attribute in _REGISTERS else attribute
+            changed = _entry(*both) if attribute in REGISTERS else attribute
             return f"{module}.{changed}" if module else str(changed)
     return None
 
@@ -39,13 +41,13 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 
 
 _ABSENT = object()
-_REGISTERS = ("_parameters", "_buffers", "_modules")  #: where a module keeps what has names of its own
+REGISTERS = ("_parameters", "_buffers", "_modules")  #: where a module keeps what has names of its own
 
 
 def _look(value: Any) -> Any:
     if isinstance(value, Tensor):
         return "tensor", value.data_ptr(), tuple(value.shape)
-    if isinstance(value, bool | int | float | str) or value is None:
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict):
         return {key: _look(each) for key, each in value.items()}

@@ -2,42 +2,44 @@
 
 A graph has them written into it, so a step in which one differs must run as it is written. They are found by following
 the code from forward and the loss: globals and closures that it names, functions that it calls, and attributes of
-objects, where their names occur in the code. Code that was installed is taken to be fixed; what objects of its classes
-hold (a configuration) is watched whole.
+objects, where their names occur in the code. Code that was installed is taken to be fixed, but functions that it wraps
+are followed, and what objects of its classes hold (a configuration) is watched whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from echelon.fast.left_behind import REGISTERS
+from echelon.fast.signature import PLAIN
 from echelon.fast.whose import is_followed, is_library, is_users
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DEPTH = 8  #: from forward or the loss to a value
 MOST = 4000  #: values; comparing as many takes a millisecond
-ITEMS = 256  #: of a list or dict; of a longer one only the length is watched
+ITEMS = 256  #: of a list or dict; a longer one is compared as a whole
+LONGEST = 100_000
 SMALL = 4096  #: bytes of an array that are compared
 
 Read = Callable[[], Any]
 _GONE = object()
-_CALLED = ("forward", "__call__")  #: without being named
-_WEIGHTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_INTERNAL = vars(nn.Module()).keys() - {"training", *_WEIGHTS}
+_INTERNAL = vars(nn.Module()).keys() - {"training", *REGISTERS}
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_NO_PART_OF_A_STEP = {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 class Readings:
-    """What such values are now. ``too_many``: so many that not all are watched. ``of_classes``: only attributes of
+    """What such values are now. ``too_many``: more, or deeper down, than is watched. ``of_classes``: only attributes of
     classes."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, of_classes: bool = False) -> None:
@@ -49,7 +51,7 @@ class Readings:
         walk.finish()
         found = [one for one in walk.found.values() if isinstance(one[-1], type) or not of_classes]
         self._watched = [(read, _noted(read()), label) for read, label, _ in found]
-        self.too_many = len(self._watched) > MOST
+        self.too_many = walk.cut
 
     def changed(self) -> str | None:
         """The first that is another one now, by its name."""
@@ -57,7 +59,7 @@ class Readings:
 
 
 def _noted(value: Any) -> Any:
-    """Enough of a value to know it again. What a tensor on the CPU holds may be written into a graph, too."""
+    """What is compared of a value. What a tensor on the CPU holds may be written into a graph, too."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -66,19 +68,23 @@ def _noted(value: Any) -> Any:
         return value.tobytes()
     if isinstance(value, tuple) and len(value) <= ITEMS:
         return tuple(map(_noted, value))
-    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else id(value)
+    return frozenset(value) if isinstance(value, set) else value
 
 
 def _is(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and bool(now == before))
+    """By value where that is known to be meant; anything else by which object it is."""
+    if now is before:
+        return True
+    return type(now) is type(before) and isinstance(now, (*PLAIN, tuple, frozenset)) and now == before
 
 
 class _Walk:
-    """``found``: how to read a value, what it is called, and who holds it."""
+    """``found``: how to read a value, what it is called, and who holds it. ``cut``: whether that is not all."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, Any], tuple[Read, str, Any]] = {}
-        self._names = set(_CALLED)
+        self.cut = False
+        self._names = {"forward"}  # which nobody names
         self._objects: list[tuple[Any, str, int]] = []  # which names are looked up in
         self._seen: dict[int, Any] = {}  # and kept, so that no other gets their addresses
 
@@ -86,7 +92,7 @@ class _Walk:
         """A part of the model, whose weights and plain values are in a graph's signature."""
         self._seen[id(module)] = module
         for name, value in vars(module).items():
-            if name not in (*_WEIGHTS, *_INTERNAL) or (name in _HOOKS and value):
+            if name not in (*REGISTERS, *_INTERNAL) or (name in _HOOKS and value):
                 self.visit(value, f"{label}.{name}", 1)
         self.visit(type(module), type(module).__name__, 0)
 
@@ -104,16 +110,20 @@ class _Walk:
                 self._look_up(*self._objects[at], name)
 
     def visit(self, value: Any, label: str, depth: int) -> None:
-        is_leaf = isinstance(value, (*PLAIN, Tensor))
-        if is_leaf or id(value) in self._seen or depth > DEPTH or len(self.found) > MOST:
+        if isinstance(value, (*PLAIN, Tensor)) or id(value) in self._seen:
+            return
+        if depth > DEPTH or self.cut:
+            self.cut = True
             return
         self._seen[id(value)] = value
+        self.visit(_own(value).get("__wrapped__"), label, depth)
         if isinstance(value, types.FunctionType):
             self._function(value, depth)
         elif isinstance(value, types.MethodType | functools.partial):
             self._bound(value, label, depth)
         elif isinstance(value, dict | list | tuple | deque):
             self._container(value, label, depth)
+            self._instance(value, label, depth)
         elif isinstance(value, type | types.ModuleType):
             if is_followed(value):
                 self._objects.append((value, value.__name__, depth))
@@ -121,8 +131,9 @@ class _Walk:
             self._instance(value, label, depth)
 
     def _watch(self, holder: Any, key: Any, read: Read, label: str, depth: int) -> None:
-        if (id(holder), key) not in self.found and len(self.found) <= MOST:
+        if (id(holder), key) not in self.found:
             self.found[id(holder), key] = read, label, holder
+            self.cut |= len(self.found) > MOST
             self.visit(read(), label, depth + 1)
 
     def _item(self, holder: Any, key: Any, label: str, depth: int) -> None:
@@ -136,11 +147,12 @@ class _Walk:
             return
         label = function.__qualname__.replace(".<locals>", "")
         for code in _codes(function.__code__):
-            self._names.update(code.co_names)
-            for name in [name for name in code.co_names if name in function.__globals__]:
-                if isinstance(function.__globals__[name], _CODE):
-                    self.visit(function.__globals__[name], name, depth + 1)
-                else:
+            self._names.update(code.co_names, _words(code))
+            for name in code.co_names:
+                value = function.__globals__.get(name, sys.modules.get(name))  # a module may be imported inside
+                if isinstance(value, _CODE):
+                    self.visit(value, name, depth + 1)
+                elif name in function.__globals__:
                     self._item(function.__globals__, name, name, depth)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._watch(cell, 0, functools.partial(_content, cell), f"{name} of {label}", depth)
@@ -158,20 +170,28 @@ class _Walk:
 
     def _container(self, value: Any, label: str, depth: int) -> None:
         self._watch(value, len, functools.partial(len, value), f"the length of {label}", depth)
-        if len(value) <= ITEMS:
-            for key in list(value) if isinstance(value, dict) else range(len(value)):
-                self._item(value, key, f"{label}[{key!r}]", depth)
+        if len(value) > ITEMS:
+            whole = _whole(value)
+            self.cut |= len(whole) > LONGEST or not all(isinstance(one, PLAIN) for one in whole)
+            self.found[id(value), "whole"] = functools.partial(_whole, value), label, value
+            return
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            self._item(value, key, f"{label}[{key!r}]", depth)
 
     def _instance(self, value: Any, label: str, depth: int) -> None:
         if is_followed(type(value)):
             self._objects.append((value, label, depth))
+            for kind in filter(is_followed, type(value).__mro__):
+                for name, attribute in vars(kind).items():
+                    if isinstance(attribute, types.FunctionType) and _is_called_unnamed(name):
+                        self.visit(attribute, label, depth + 1)
         if isinstance(value, (nn.Module, *_NAMESPACES)) or not (is_followed(type(value)) or is_library(type(value))):
-            for name in getattr(value, "__dict__", {}).keys() - _INTERNAL:
+            for name in _own(value).keys() - _INTERNAL:
                 self._attribute(value, name, label, depth)
 
     def _look_up(self, value: Any, label: str, depth: int, name: str) -> None:
         """What this name is as an attribute of that object or class."""
-        if not isinstance(value, type) and name in getattr(value, "__dict__", ()):
+        if not isinstance(value, type) and name in _own(value):
             self._attribute(value, name, label, depth)
         for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
             if name in vars(kind) and is_followed(kind):
@@ -193,6 +213,25 @@ def _codes(code: types.CodeType) -> list[types.CodeType]:
     """A function's code and that of functions inside it."""
     inner = [one for const in code.co_consts if isinstance(const, types.CodeType) for one in _codes(const)]
     return [code, *inner]
+
+
+def _own(value: Any) -> Mapping[str, Any]:
+    """Attributes of its own; objects that hold them in slots have none of these."""
+    return getattr(value, "__dict__", None) or {}
+
+
+def _words(code: types.CodeType) -> list[str]:
+    """Strings in a function, by which it may ask for attributes."""
+    return [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+
+
+def _is_called_unnamed(name: str) -> bool:
+    """``__getitem__`` and its like, for which there are signs in the language."""
+    return name.startswith("__") and name.endswith("__") and name not in _NO_PART_OF_A_STEP
+
+
+def _whole(container: Any) -> tuple[Any, ...]:
+    return tuple(container.values() if isinstance(container, dict) else container)
 
 
 def _attribute(holder: Any, name: str) -> Any:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+#: Types of values that are compared as they are.
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 
 
@@ -33,7 +35,7 @@ class Signature:
 
 def is_plain(batch: Any) -> bool:
     """Whether all of a batch is tensors and values that can be compared."""
-    return all(isinstance(leaf, Tensor | bool | int | float | str) or leaf is None for leaf in tree_leaves(batch))
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(batch))
 
 
 def _kind(leaf: Any) -> Any:
@@ -52,7 +54,7 @@ def _python_values(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
         (module.__dict__, name, value)
         for module in model.modules()
         for name, value in module.__dict__.items()
-        if isinstance(value, bool | int | float | str) or value is None
+        if isinstance(value, PLAIN)
     ]
 
 
