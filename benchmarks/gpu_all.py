@@ -31,8 +31,8 @@ class Size:
     measuring: tuple[str, ...]
 
 
-SMALL = ("--rounds", "5", "--steps", "15", "--warm-up", "40")
-LARGE = ("--rounds", "3", "--steps", "8", "--warm-up", "8")
+SMALL = ("--rounds", "5", "--steps", "15", "--warm-up", "44")
+LARGE = ("--rounds", "3", "--steps", "8", "--warm-up", "16")
 WORKS = {
     "resnet50_64": Size(4, SMALL),
     "resnet50": Size(12, LARGE),

@@ -80,18 +80,45 @@ def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: Traits, par
     assert kept == {name: getattr(chosen, name) for name in kept}
 
 
-@pytest.mark.parametrize("part", ["compile", "channels_last", "fused", "graphs", "bf16"])
+@pytest.mark.parametrize("part", ["compile", "channels_last", "fused", "graphs", "bf16", "pad"])
 def test_each_part_is_switched_off_alone(part: str) -> None:
-    traits = with_traits(convolutions=True)
-    chosen = decide(Fast(**{part: False}), None, traits)
-    field = "compiled" if part == "compile" else part
+    traits = with_traits(convolutions=True, odd=("head",))
+    chosen = decide(Fast(**{part: False}), Amp() if part == "bf16" else None, traits)
+    field = {"compile": "compiled", "pad": "padded"}.get(part, part)
     both = vars(decide(Fast(), None, traits)), vars(chosen)
     assert not getattr(chosen, field)
     assert {name for name in both[0] if both[0][name] != both[1][name]} == {field}
 
 
 def test_switched_off_means_nothing_at_all() -> None:
-    assert decide(OFF, None, with_traits(convolutions=True)) == Chosen()
+    assert decide(OFF, None, with_traits(convolutions=True, odd=("head",))) == Chosen()
+
+
+@pytest.mark.parametrize(
+    ("asked", "amp", "changes", "padded"),
+    [
+        (Fast(), None, {}, True),
+        (Fast(), Amp(dtype="fp16"), {}, True),
+        (Fast(), None, {"fp32": False}, True),
+        (Fast(compile=False), None, {}, True),
+        (Fast(), False, {}, False),
+        (Fast(compile="whole"), None, {}, False),
+        (Fast(), None, {"compiled": True}, False),
+        (Fast(), None, {"machine": Machine(), "unset": {}}, False),
+    ],
+)
+def test_odd_output_layers_are_padded_where_16_bits_are_computed_in_and_the_compiler_does_not(
+    asked: Fast, amp: Any, changes: dict[str, Any], padded: bool
+) -> None:
+    chosen = decide(asked, amp, with_traits(odd=("head",), **changes))
+    assert chosen.padded == (("head",) if padded else ())
+    assert any("padded head" in line for line in lines(chosen)) is padded
+    assert "padding" not in chosen.left_out
+
+
+def test_padding_where_there_is_nothing_to_pad_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Fast\(pad=True\) was asked, but no large output layer is of an odd size"):
+        decide(Fast(pad=True), None, TRANSFORMER)
 
 
 @pytest.mark.parametrize("amp", [False, Amp(), Amp(dtype="fp16")])

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from echelon import Fast, Strategy
-from echelon.fast import graphs
-from echelon.fast.captured import Captured, Rehearsal
+from echelon.fast import graphs, laps
+from echelon.fast.captured import Captured, Rehearsal, _telling
 from echelon.fast.decide import decide
-from echelon.fast.graphs import PATIENCE, SETTLING, TRIES, WATCHED, Graphs
+from echelon.fast.graphs import PATIENCE, SETTLING, TRIES, Graphs
+from echelon.fast.laps import GROUP, GROUPS, WATCHED, Contest, Watch
 from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
 from echelon.fast.look import with_chosen
 from echelon.fast.proof import Proof, _State, apart
@@ -212,7 +213,7 @@ def test_steps_that_fit_now_and_then_keep_a_graph(monkeypatch: pytest.MonkeyPatc
     capturing = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
     captured = Alike()
     capturing._captured, capturing._phase = captured, None  # type: ignore[assignment]
-    monkeypatch.setattr(capturing, "_replay", lambda captured, batch: ("replayed", print))
+    monkeypatch.setattr(capturing, "_replay", lambda captured, batch, plain: ("replayed", print))
     for _ in range(3):
         for batch in ["other"] * (PATIENCE - 1) + ["alike"]:
             taken = capturing.run(batch, lambda batch: (batch, print))
@@ -267,12 +268,13 @@ class Traced(Captured):
 
 
 class Lap:
-    """Of a host that takes all of the time, and of graphs that take half of it."""
+    """Of a device that waits for the host, and of graphs that take half of the time."""
 
-    host, replayed, made = 1.0, 0.5, 0
+    behind, replayed, made = 0.0, 0.5, 0
 
     def __init__(self) -> None:
-        self._is_plain = Lap.made % (2 * WATCHED) < WATCHED
+        group = (Lap.made - WATCHED) // (GROUP - 1)
+        self._is_plain = Lap.made < WATCHED or group % 2 == 0
         Lap.made += 1
 
     def end(self) -> None: ...
@@ -280,13 +282,17 @@ class Lap:
     def is_over(self) -> bool:
         return True
 
-    def device(self) -> float:
+    def seconds(self) -> float:
         return 1.0 if self._is_plain else Lap.replayed
+
+    def lag(self, clock: object) -> float:
+        return Lap.behind
 
 
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_Lap", Lap)
+    monkeypatch.setattr(laps, "Lap", Lap)
+    monkeypatch.setattr(laps, "Clock", object)
     monkeypatch.setattr(Lap, "made", 0)
     monkeypatch.setattr(graphs, "has_room", lambda device: True)
     monkeypatch.setattr(graphs, "Captured", Traced)
@@ -319,7 +325,7 @@ def weighted(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean() * weights.of_object * Weights.of_class
 
 
-STEPS = SETTLING + 2 * WATCHED + 12
+STEPS = SETTLING + WATCHED + GROUP * GROUPS + 14
 Change = Callable[[int, nn.Module, pytest.MonkeyPatch], Any]
 
 
@@ -409,8 +415,8 @@ def hooked(at: int, model: nn.Module, patch: pytest.MonkeyPatch) -> None:
 
 
 LEFT_OUT: dict[str, tuple[dict[str, float], str, Change, list[str]]] = {
-    "the device is slower": ({"host": 0.5}, "Net", nothing, []),
-    "the graph is slower": ({"replayed": 1.5}, "Net", nothing, ["take 1500.0 ms where they took 1000.0"]),
+    "the device is slower": ({"behind": 0.2}, "Net", nothing, []),
+    "the graph is slower": ({"replayed": 1.5}, "Net", nothing, ["take 1500.0 ms where they take 1000.0"]),
     "forward counts": ({}, "Counting", nothing, ["forward sets calls of the model, which a graph would not"]),
     "a gradient has a hook": ({}, "Net", hooked, ["hooks on gradients are Python, which a graph would not run"]),
 }
@@ -436,3 +442,62 @@ def test_merged_steps_with_graphs_add_up_as_without(monkeypatch: pytest.MonkeyPa
     (found, said), (expected, _) = (train(monkeypatch, nothing, [8] * STEPS, on, merge=3) for on in (True, False))
     torch.testing.assert_close(found, expected)
     assert ["are one CUDA graph now" in one for one in said] == [True], said
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_step_that_waits_for_the_device_is_tried_again_as_one_that_knows_it_is_captured(
+    helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    def played(rehearsal: Rehearsal) -> Any:
+        rehearsal.waits = not (rehearsal.told and helps)
+        return nullcontext()
+
+    def captured(model: nn.Module, batch: Any, readings: Any, plain: Any, merges: bool, knows: bool) -> Traced:
+        told.append(knows)
+        return Traced(model, batch, readings, plain, merges, knows)
+
+    monkeypatch.setattr(Rehearsal, "_played", played)
+    monkeypatch.setattr(graphs, "Captured", captured)
+    (found, said), (expected, _) = (train(monkeypatch, nothing, [8] * (STEPS + 3), on) for on in (True, False))
+    torch.testing.assert_close(found, expected)
+    line = "are one CUDA graph now" if helps else "left out: forward or backward waits for the device"
+    assert [line in one for one in said] == [True], said
+    assert told == ([True] if helps else [])
+
+
+def test_who_asks_whether_he_is_captured_is_told_what_was_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.cuda.is_current_stream_capturing
+    for captured in (True, False):
+        with _telling(captured):
+            assert torch.cuda.is_current_stream_capturing() is captured
+        assert torch.cuda.is_current_stream_capturing is before
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize(("behind", "held_up"), [(0.0, True), (0.09, True), (0.11, False), (0.9, False)])
+def test_a_device_that_is_done_when_the_host_is_has_waited_for_it(
+    behind: float, held_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lap, "behind", behind)
+    watch = Watch()
+    for _ in range(WATCHED):
+        assert not watch.is_full
+        watch.run("batch", lambda batch: (torch.zeros(()), lambda weight: None))[1](1.0)
+    assert watch.is_over()
+    assert watch.is_held_up() is held_up
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_both_ways_take_turns_in_groups_whose_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lap, "made", WATCHED)
+    contest, order = Contest(), ""
+    for _ in range(GROUP * GROUPS):
+        made = Lap.made
+        kind, _ = contest.run(None, lambda batch: ("w", print), lambda batch: ("c", print))  # type: ignore[arg-type, return-value]
+        order += str(kind).upper() if Lap.made > made else str(kind)
+    assert order == "wWWWcCCC" * 2
+    assert contest.is_over()
+    assert contest.seconds() == (1.0, 0.5)

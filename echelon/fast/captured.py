@@ -19,10 +19,10 @@ Run = Callable[[Any], tuple[Tensor, Backward]]
 
 
 class Captured:
-    """``merges``: gradients of several passes are added up before they are used."""
+    """``merges``: gradients of several passes are added up before they are used. ``told``: as of Rehearsal."""
 
-    def __init__(self, model: nn.Module, batch: Any, readings: Readings, plain: Run, merges: bool) -> None:
-        self._readings, self._plain, self._merges = readings, plain, merges
+    def __init__(self, model: nn.Module, batch: Any, readings: Readings, plain: Run, merges: bool, told: bool) -> None:
+        self._readings, self._plain, self._merges, self._told = readings, plain, merges, told
         self._signature = Signature(model, batch)
         leaves, self._structure = tree_flatten(batch)
         self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -35,6 +35,10 @@ class Captured:
     def fits(self, batch: Any) -> bool:
         """Whether a replay would do what running the step does."""
         return self._signature.fits(batch) and self._readings.changed() is None
+
+    def run(self, batch: Any) -> tuple[Tensor, Backward]:
+        self.take(batch)
+        return self.loss, self.replay
 
     def take(self, batch: Any) -> None:
         for mine, given in zip(self._leaves, tree_leaves(batch), strict=True):
@@ -70,7 +74,7 @@ class Captured:
         self._graph = torch.cuda.CUDAGraph()
         # other threads (loaders' pinned memory) go on using the device meanwhile
         capturing = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
-        with _put_right(self._graph, self.device), _none_compiled(), capturing:
+        with _put_right(self._graph, self.device), _none_compiled(), _telling(self._told), capturing:
             self._loss = self._pass()
 
     def _pass(self) -> Tensor:
@@ -129,15 +133,17 @@ def has_room(device: torch.device) -> bool:
 
 
 class Rehearsal:
-    """A step that is told it is captured, and is not.
+    """A step that is watched for what no graph can hold.
 
-    Models ask that and then do other things: transformers passes masks that it leaves out otherwise, for which compiled
-    blocks are compiled anew. ``waits``: whether the step waited for the device even so, which no graph can hold.
-    ``weight``: what backward got.
+    ``told``: it is told that it is captured, as is the capture after it. Models ask that and then do other things:
+    where they are told, those of transformers pass masks that they leave out otherwise, which takes longer, and
+    compiled blocks are compiled anew for it; where they are not, they may look whether a mask is needed, which waits
+    for the device.
+    ``waits``: whether the step waited for the device. ``weight``: what backward got.
     """
 
-    def __init__(self) -> None:
-        self.waits = False
+    def __init__(self, told: bool = False) -> None:
+        self.told, self.waits = told, False
         self.weight: Tensor | float = 1.0
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
@@ -154,14 +160,23 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _played(self) -> Iterator[None]:
-        asked, mode = torch.cuda.is_current_stream_capturing, torch.cuda.get_sync_debug_mode()
-        torch.cuda.is_current_stream_capturing = lambda: True
-        with warnings.catch_warnings(record=True) as seen:
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as seen, _telling(self.told):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-                torch.cuda.is_current_stream_capturing = asked
         self.waits |= any("synchronizing CUDA operation" in str(one.message) for one in seen)
+
+
+@contextlib.contextmanager
+def _telling(captured: bool) -> Iterator[None]:
+    """Whoever asks whether he is captured is told this."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: captured
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked

@@ -7,11 +7,11 @@ from echelon.fast.chosen import WHOLE, Chosen
 from echelon.fast.traits import Traits
 from echelon.strategy import Fast
 
-OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=False)
+OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=False, pad=False)
 
 #: What a part is called in lines for people.
 NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last", "fused": "fused optimizers",
-         "graphs": "CUDA graphs"}  # fmt: skip
+         "graphs": "CUDA graphs", "pad": "padding"}  # fmt: skip
 
 
 def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
@@ -24,12 +24,15 @@ def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
         "graphs": _no_graphs(traits),
     }
     on = {part: _is_on(part, getattr(asked, part), reason, traits) for part, reason in reasons.items()}
+    compiled = _compiled(asked, traits) if on["compile"] else ()
+    no_pad = _no_pad(compiled, on["bf16"] or bool(amp) or not traits.fp32, traits)
     return Chosen(
-        compiled=_compiled(asked, traits) if on["compile"] else (),
+        compiled=compiled,
         channels_last=on["channels_last"],
         fused=traits.unset if on["fused"] else {},
         graphs=on["graphs"],
         bf16=on["bf16"],
+        padded=traits.odd if _is_on("pad", asked.pad, no_pad, traits) else (),
         left_out={
             NAMES[part]: reason
             for part, reason in reasons.items()
@@ -76,6 +79,14 @@ def _no_bf16(amp: object, traits: Traits) -> str | None:
 
 def _no_graphs(traits: Traits) -> str | None:
     return traits.uncaptured
+
+
+def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: Traits) -> str | None:
+    if not traits.odd:
+        return "no large output layer is of an odd size"
+    if traits.compiled or compiled == (WHOLE,):
+        return "the compiler does it"
+    return None if sixteen else "it pays in 16 bits only"
 
 
 def _compiled(asked: Fast, traits: Traits) -> tuple[str, ...]:

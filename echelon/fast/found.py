@@ -18,7 +18,7 @@ from echelon.world import World
 if TYPE_CHECKING:
     from echelon.planner.run.saved import SavedPlan
 
-WITHIN = Fast(compile=False, bf16=False, channels_last=False, graphs=False)
+WITHIN = Fast(compile=False, bf16=False, channels_last=False, graphs=False, pad=False)
 
 
 def with_units(

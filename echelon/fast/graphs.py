@@ -1,25 +1,22 @@
 """CUDA graphs: where the host is slower than the device, forward and backward are launched as one.
 
-The first steps are watched: how long the host takes to hand forward and backward to the device, and how long the device
-takes for them. Where that is nearly the same, the device waits for the host, and a step is captured, after it has been
-rehearsed. A graph that does something else (see Proof) or turns out no quicker is dropped. What is captured is a fixed
-program (see Signature, Readings), and a step that differs from it runs as it is written; where all steps do from then
-on, all begins again.
+The first steps are watched. Where the device is done with forward and backward as soon as the host has handed them
+over, it waits for the host, and a step is captured, after it has been rehearsed. A graph that does something else (see
+Proof) or turns out no quicker (see Contest) is dropped. What is captured is a fixed program (see Signature, Readings),
+and a step that differs from it runs as it is written; where all steps do from then on, all begins again.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from echelon.fast.captured import Backward, Captured, Rehearsal, Run, has_room
 from echelon.fast.chosen import WHOLE, Chosen
 from echelon.fast.compiled import Say
+from echelon.fast.laps import Contest, Watch
 from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
 from echelon.fast.proof import Proof
 from echelon.fast.readings import Readings
@@ -27,11 +24,9 @@ from echelon.fast.signature import draws, is_plain
 from echelon.plan import Plan
 
 SETTLING = 6  #: steps that compile, allocate and choose kernels
-WATCHED = 6  #: steps that are timed after those
 REHEARSED = 2
 PATIENCE = 50  #: steps in a row that do not fit, after which a graph is given up
 TRIES = 3  #: graphs, one after another
-HELD_UP = 0.85  #: the host's part of a step's time, from which on the device is taken to wait for it
 
 
 class Graphs:
@@ -43,8 +38,8 @@ class Graphs:
         self._steps = self._misses = 0
         self._tries = TRIES
         self._advice = _advice(plan.fast)
-        self._plain_laps: list[_Lap] = []
-        self._laps: list[_Lap] = []
+        self._watching: Watch | None = None
+        self._contest: Contest | None = None
         self._rehearsal = Rehearsal()
         self._readings: Readings | None = None
         self._device = next(model.parameters()).device
@@ -54,7 +49,7 @@ class Graphs:
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         if self._captured is not None:
             if self._fits(self._captured, batch):
-                return self._replay(self._captured, batch)
+                return self._replay(self._captured, batch, plain)
             self._miss()
             return plain(batch)
         return plain(batch) if self._phase is None else self._phase(batch, plain)
@@ -66,12 +61,12 @@ class Graphs:
         return plain(batch)
 
     def _watch(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
-        if len(self._plain_laps) < WATCHED:
-            return _timed(plain, batch, self._plain_laps)
-        if not self._plain_laps[-1].is_over():
-            return plain(batch)
-        held_up = _host(self._plain_laps) >= HELD_UP * _device(self._plain_laps)
-        self._phase, self._steps = self._examine if held_up else None, 0
+        self._watching = self._watching or Watch()
+        if not self._watching.is_full:
+            return self._watching.run(batch, plain)
+        if self._watching.is_over():
+            self._phase, self._steps = self._examine if self._watching.is_held_up() else None, 0
+            self._watching = None
         return plain(batch)
 
     def _examine(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
@@ -102,7 +97,9 @@ class Graphs:
         self._phase = None
         assert self._readings is not None
         changed = self._readings.changed()
-        if self._rehearsal.waits:
+        if self._rehearsal.waits and not self._rehearsal.told:
+            self._rehearsal, self._phase, self._steps = Rehearsal(told=True), self._rehearse, 0
+        elif self._rehearsal.waits:
             self._leave_out("forward or backward waits for the device (reads a value of it)")
         elif changed is not None:
             self._leave_out(f"forward or loss may read {changed}, which changes from step to step")
@@ -111,7 +108,7 @@ class Graphs:
         return plain(batch)
 
     def _capture(self, batch: Any, plain: Run, readings: Readings) -> tuple[Tensor, Backward]:
-        captured = Captured(self._model, batch, readings, plain, self._merges)
+        captured = Captured(self._model, batch, readings, plain, self._merges, self._rehearsal.told)
         try:
             captured.capture()
         except Exception as error:
@@ -133,7 +130,7 @@ class Graphs:
         if objection is not None:
             self._leave_out(objection)
             return plain(batch)
-        self._captured = proof.captured
+        self._captured, self._contest = proof.captured, Contest()
         return self.run(batch, plain)
 
     def _fits(self, captured: Captured, batch: Any) -> bool:
@@ -145,34 +142,33 @@ class Graphs:
         """Where no step has fitted for long, memory is given back, and another step is captured."""
         if self._misses < PATIENCE:
             return
-        self._captured = self._proof = None
-        self._plain_laps, self._laps = [], []
+        self._captured = self._proof = self._contest = None
+        self._rehearsal = Rehearsal()
         self._tries -= 1
         self._phase, self._steps, self._misses = self._settle if self._tries else None, 0, 0
         self._say(f"fast: no step has been like the captured one for {PATIENCE} steps, so the CUDA graph is given up")
 
-    def _replay(self, captured: Captured, batch: Any) -> tuple[Tensor, Backward]:
-        captured.take(batch)
-        if not self._plain_laps:
-            return captured.loss, captured.replay
-        if len(self._laps) < WATCHED:
-            return _timed(lambda _: (captured.loss, captured.replay), batch, self._laps)
-        if self._laps[-1].is_over():
-            self._judge()
-        return captured.loss, captured.replay
+    def _replay(self, captured: Captured, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        if self._contest is not None and not self._contest.is_full:
+            return self._contest.run(batch, plain, captured.run)
+        if self._contest is not None and self._contest.is_over():
+            self._judge(*(1e3 * seconds for seconds in self._contest.seconds()))
+        return captured.run(batch)
 
-    def _judge(self) -> None:
-        """Keep the graph if it is quicker than the steps before it."""
-        before, after = (1e3 * _device(laps) for laps in (self._plain_laps, self._laps))
-        self._plain_laps, self._laps = [], []
-        if after < before:
+    def _judge(self, written: float, captured: float) -> None:
+        """Keep the graph if it is quicker."""
+        self._contest = None
+        if captured < written:
             self._say(
-                f"fast: forward and backward are one CUDA graph now: {after:.1f} ms where they took {before:.1f}; "
+                f"fast: forward and backward are one CUDA graph now: {captured:.1f} ms where they took {written:.1f}; "
                 "Fast(graphs=False) switches it off"
             )
         else:
             self._captured = None
-            self._leave_out(f"as a graph, forward and backward take {after:.1f} ms where they took {before:.1f}")
+            self._say(
+                f"fast: CUDA graphs left out: as a graph, forward and backward take {captured:.1f} ms where they take "
+                f"{written:.1f}"
+            )
 
     def _leave_out(self, reason: str) -> None:
         self._phase = None
@@ -183,43 +179,3 @@ def _advice(chosen: Chosen) -> str:
     """Each compiled block is called from Python; a whole leaves less to the host."""
     blocks = chosen.compiled not in ((), (WHOLE,))
     return "; the host holds up the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""
-
-
-class _Lap:
-    """One forward and backward pass: seconds until the host had handed it over, and until the device had done it."""
-
-    def __init__(self) -> None:
-        self.host = 0.0
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._begin.record()
-        self._since = time.perf_counter()
-
-    def end(self) -> None:
-        self.host = time.perf_counter() - self._since
-        self._end.record()
-
-    def is_over(self) -> bool:
-        return self.host > 0 and bool(self._end.query())  # type: ignore[no-untyped-call]
-
-    def device(self) -> float:
-        return float(self._begin.elapsed_time(self._end)) / 1e3
-
-
-def _timed(run: Run, batch: Any, laps: list[_Lap]) -> tuple[Tensor, Backward]:
-    lap = _Lap()
-    laps.append(lap)
-    loss, inner = run(batch)
-
-    def backward(weight: Tensor | float) -> None:
-        inner(weight)
-        lap.end()
-
-    return loss, backward
-
-
-def _host(laps: Sequence[_Lap]) -> float:
-    return statistics.median(lap.host for lap in laps)
-
-
-def _device(laps: Sequence[_Lap]) -> float:
-    return statistics.median(lap.device() for lap in laps)

@@ -22,6 +22,8 @@ def _parts(chosen: Chosen) -> Iterator[str]:
         yield "bf16 (Strategy(amp=False) keeps fp32)"
     if chosen.channels_last:
         yield "channels last"
+    if chosen.padded:
+        yield f"padded {', '.join(chosen.padded)}"
     if chosen.fused:
         yield f"fused {', '.join(dict.fromkeys(chosen.fused.values()))}"
     if chosen.graphs:

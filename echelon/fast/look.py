@@ -11,6 +11,7 @@ from torch import nn
 from echelon.fast.chosen import Chosen
 from echelon.fast.compiled import is_compiled
 from echelon.fast.decide import OFF, decide
+from echelon.fast.padded import odd_layers
 from echelon.fast.traits import Machine, Traits
 from echelon.nn import SparseEmbedding
 from echelon.nn.moe import MoE
@@ -58,14 +59,16 @@ def _machine(device: torch.device) -> Machine:
 
 def traits_of(plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimizers, served: bool) -> Traits:
     weights = [p for p in model.parameters() if p.is_floating_point()]
+    blocks = _alike(model, repeated_blocks(model))
     return Traits(
         machine=machine,
-        blocks=_alike(model, repeated_blocks(model)),
+        blocks=blocks,
         compiled=any(is_compiled(module) for module in model.modules()),
         cut=_cut(plan, model, served),
         only_blocks=_only_blocks(plan),
         slow_inside=_slow_inside(plan),
         convolutions=any(isinstance(module, nn.Conv2d) for module in model.modules()),
+        odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
         fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
         unset={key: type(o).__name__ for key, o in optimizers.items() if _is_unset(o)},
         unfused=_unfused(plan, model, served),
@@ -88,6 +91,10 @@ def _cut(plan: Plan, model: nn.Module, served: bool) -> str | None:
     if any(isinstance(module, MoE) for module in model.modules()):
         return "experts get another number of tokens in every step"
     return None
+
+
+def _is_in_one_piece(plan: Plan) -> bool:
+    return plan.mesh.get("split", 1) == 1 and _only_blocks(plan) is None
 
 
 def _only_blocks(plan: Plan) -> str | None:

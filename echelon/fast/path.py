@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.fast.chosen import Chosen
 from echelon.fast.compiled import Compiling, Say, forget
+from echelon.fast.padded import pad
 from echelon.objective import Objective
 from echelon.parallel.gradients import backward_of
 from echelon.plan import Plan
@@ -33,6 +34,7 @@ def fast_path(
     chosen = plan.fast
     for key in chosen.fused:
         fuse(given[key])
+    pad(model, chosen.padded)
     if not (chosen.compiled or chosen.channels_last or chosen.graphs):
         return None
     return FastPath(plan, model, objective, say)

@@ -222,6 +222,7 @@ class Fast:
     fused:         the step of SGD, Adam and AdamW in one kernel
     graphs:        forward and backward as one CUDA graph, where the host holds up the step (docs/fast.md)
     bf16:          forward and loss in bf16; ``amp=`` has the last word
+    pad:           large output layers, such as of 50,257 words, compute with their size rounded up, which GPUs want
     """
 
     compile: bool | Literal["blocks", "whole"] | None = None
@@ -229,6 +230,7 @@ class Fast:
     fused: bool | None = None
     graphs: bool | None = None
     bf16: bool | None = None
+    pad: bool | None = None
 
 
 @strict

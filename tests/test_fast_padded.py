@@ -1,0 +1,120 @@
+"""Output layers of an odd size: which are found, and that they compute what they computed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import echelon
+from echelon import Fast, Strategy
+from echelon.fast.chosen import Chosen
+from echelon.fast.padded import odd_layers, pad
+from echelon.fast.path import prepare
+
+WORDS, WIDTH = 1027, 1024
+
+
+class Words(nn.Module):
+    def __init__(self, bias: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WORDS) for _ in range(2))
+        self.small = nn.Linear(WIDTH, 9)
+        self.even = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.even(self.embedding(ids)))  # type: ignore[no-any-return]
+
+
+def test_large_odd_layers_outside_of_blocks_are_found() -> None:
+    model = Words()
+    assert odd_layers(model, ("blocks.0", "blocks.1")) == ("head",)
+    assert odd_layers(model, ("blocks.0",)) == ("blocks.1", "head")
+    assert odd_layers(nn.Linear(WIDTH, WORDS), ()) == ("",)
+
+
+IDS = torch.arange(24).reshape(2, 12) * 40
+
+
+def passed(model: Words, dtype: torch.dtype | None) -> list[Tensor]:
+    """Output, loss and gradients."""
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        output = model(IDS)
+        loss = F.cross_entropy(output.flatten(0, 1), IDS.flatten())
+    loss.backward()
+    return [output, loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_computes_in_16_bits_what_it_computed(bias: bool, tied: bool) -> None:
+    model = Words(bias, tied)
+    expected = passed(model, torch.bfloat16)
+    keys = list(model.state_dict())
+    pad(model, ["head"])
+    found = passed(model, torch.bfloat16)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        torch.testing.assert_close(one, other)
+    assert list(model.state_dict()) == keys
+
+
+def test_16_bit_weights_need_no_autocast() -> None:
+    layer, x = nn.Linear(WIDTH, WORDS, dtype=torch.bfloat16), torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    expected = layer(x)
+    pad(layer, [""])
+    torch.testing.assert_close(layer(x), expected)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    real = F.pad
+    monkeypatch.setattr(F, "pad", lambda *args, **kwargs: calls.append(args) or real(*args, **kwargs))
+    return calls
+
+
+def test_32_bits_hooks_copies_and_an_undone_engine_are_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = Words(), counted(monkeypatch)
+    pad(model, ["head"])
+    passed(model, None)
+    assert not calls
+    passed(model, torch.bfloat16)
+    assert calls
+    calls.clear()
+    seen: list[Any] = []
+    handle = model.head.register_forward_hook(lambda *args: seen.append(args))
+    passed(model, torch.bfloat16)
+    assert seen
+    handle.remove()
+    passed(copy.deepcopy(model), torch.bfloat16)
+    prepare(model, Chosen())
+    passed(model, torch.bfloat16)
+    assert not calls
+
+
+def test_training_with_it_is_training_without(capfd: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for on in (True, False):
+        model = Words()
+        strategy = Strategy(amp=True, fast=Fast(pad=on))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = echelon.distribute(model, loss=token_loss, optimizer=optimizer, strategy=strategy)
+        losses = torch.tensor([float(engine.step(IDS, IDS)) for _ in range(3)])
+        runs.append([losses, *model.state_dict().values()])
+        assert ("head; Strategy" in capfd.readouterr().out) is on
+    torch.testing.assert_close(runs[0], runs[1], rtol=1e-3, atol=1e-4)
+    assert runs[0][0][-1] < runs[0][0][0]
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
