@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from harness import run
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import QUIET
 
 import echelon
 from echelon.data import Loader, pack_collate, pad_collate
 from echelon.errors import DataError, UsageError
-from echelon.nn import Packed, mean_over_samples, pack, packed_attention
+from echelon.nn import Bounds, Packed, mean_over_samples, pack, packed_attention
 from echelon.parallel.pipeline.train import micro_batches
 
 LENGTHS = [3, 7, 1, 0, 12, 5, 9, 2, 2, 6, 4, 11, 8]
@@ -44,6 +45,13 @@ def test_a_row_holds_the_sequences_in_order_and_its_end_belongs_to_nobody(multip
     assert (row.places()[used:] == 0).all()
     assert row.offsets[-1] == len(row.values)
     assert row.offsets.diff().max() <= 12
+
+
+def test_owners_are_searched_for_in_no_view() -> None:
+    """Torch 2.11 compiles a search for GPUs as if a view of the bounds began where the bounds do."""
+    traced = make_fx(lambda offsets: Bounds(offsets, 4).owners(9))(torch.tensor([0, 3, 3, 7, 9]))
+    searches = [node for node in traced.graph.nodes if "bucketize" in str(node.target)]
+    assert [node.args[1].op for node in searches] == ["placeholder"]
 
 
 def test_as_many_bounds_for_any_lengths() -> None:

@@ -33,7 +33,8 @@ class Bounds(NamedTuple):
     def owners(self, tokens: int) -> Tensor:
         """For each of ``tokens`` tokens, the number of its sequence."""
         at = torch.arange(tokens, device=self.offsets.device, dtype=self.offsets.dtype)
-        return torch.bucketize(at, self.offsets[1:], right=True)
+        # not of offsets[1:]: compiled for GPUs by torch 2.11, the search would begin at offsets[0] all the same
+        return torch.bucketize(at, self.offsets, right=True) - 1
 
     def places(self, tokens: int) -> Tensor:
         """For each of ``tokens`` tokens, how many stand before it in its sequence."""
