@@ -63,7 +63,8 @@ class ProfilerHook(Hook):
     def _start_profile(self, *, on_gpu: bool) -> None:
         if on_gpu:
             torch.cuda.synchronize()  # what earlier steps left running is no part of this one
-        self._running = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self._running = profile(activities=activities, acc_events=True)  # without, torch warns: of cycles
         self._running.start()
 
     def _finish(self, run: Run) -> None:
