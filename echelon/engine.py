@@ -220,6 +220,11 @@ class Engine:
         refuse_own_loop(self.plan, self.served is not None)
         self._passes.add(loss, samples)
 
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether ``backward`` has been called."""
+        return self._passes.has_own_loop
+
     @together("communicate")
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.

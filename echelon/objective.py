@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,35 +40,39 @@ class Objective:
     def __call__(self, batch: Any) -> tuple[Any, Tensor]:
         """The model's output and the scalar loss, auxiliary losses that modules left behind included."""
         with self._precision():
-            output, loss = self._named(batch) if isinstance(batch, Mapping) else self._positional(batch)
+            output, loss = self._run(batch)
         for module in self._with_losses:
             extra, module.auxiliary_loss = module.auxiliary_loss, None
             if isinstance(extra, Tensor) and not isinstance(extra, FakeTensor):  # one of another stage is a stand-in
                 loss = loss + extra.to(loss.dtype)
         return output, loss
 
-    def _positional(self, batch: Any) -> tuple[Any, Tensor]:
-        output = self._model(*(batch if self.loss is None or len(batch) == 1 else batch[:-1]))
-        if self.loss is None:
-            return output, scalar(_own_loss(output))
-        return output, scalar(self.loss(output) if len(batch) == 1 else self.loss(output, batch[-1]))
+    def arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """What of the batch the model is called with."""
+        if isinstance(batch, Mapping):
+            return (), batch if self.loss is None else self._known(batch)
+        return batch if self.loss is None or len(batch) == 1 else batch[:-1], {}
 
     def target(self, batch: Any) -> Any:
         """What metrics compare the output with."""
         return batch if isinstance(batch, Mapping) else batch[-1]
 
-    def _named(self, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
+    def _run(self, batch: Any) -> tuple[Any, Tensor]:
+        args, named = self.arguments(batch)
+        output = self._model(*args, **named)
         if self.loss is None:
-            output = self._model(**batch)
             return output, scalar(_own_loss(output))
+        alone = not isinstance(batch, Mapping) and len(batch) == 1
+        return output, scalar(self.loss(output) if alone else self.loss(output, self.target(batch)))
+
+    def _known(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         known = batch if self._accepts is None else {k: v for k, v in batch.items() if k in self._accepts}
         if not known:
             raise UsageError(
                 f"the batch has {sorted(batch)}, but the model's forward() takes {sorted(self._accepts or ())}; "
                 "use the same names, or pass the batch by position"
             )
-        output = self._model(**known)
-        return output, scalar(self.loss(output, batch))
+        return known
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._amp is None:

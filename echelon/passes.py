@@ -16,6 +16,7 @@ from echelon.objective import Objective, count_samples, scalar
 from echelon.parallel.grid import Grid
 from echelon.parallel.tally import StagedTally, Tally
 from echelon.plan import Plan
+from echelon.watch.activity import activity
 from echelon.watch.clock import Clock
 from echelon.watch.losses import Losses
 from echelon.world import World
@@ -60,6 +61,7 @@ class TrainingPasses:
         self._is_last = grid.at["stage"] == grid.size("stage") - 1
         # Of all ranks that work on one batch, one speaks for it.
         self.speaks = self._is_last and (parts.plan.spread or grid.at["split"] == 0)
+        self.has_own_loop = False  #: of the user
         self._given = torch.zeros(())  # sum of the losses that ``add`` was given since ``reduce``
         self._told: list[float | None] = []  # and the samples, each time
         self._replicas = parts.plan.replicas
@@ -80,6 +82,7 @@ class TrainingPasses:
 
     def add(self, loss: Tensor, samples: float | None = None) -> None:
         """For a loop of the user's own: backward of this loss, and nothing else until ``reduce``."""
+        self.has_own_loop = True
         self._told.append(samples)
         if self._told[0] != samples:
             raise UsageError(
@@ -118,6 +121,8 @@ class TrainingPasses:
         return judged if self.speaks else [each._replace(samples=0) for each in judged]
 
     def _at_once(self, batch: Any, count: float, step: int, forward: Callable[[Any], Tensor]) -> Tally:
+        if activity.recorder is not None and activity.recorder.arguments is None:
+            activity.recorder.arguments = self._objective.arguments(batch)
         loss, backward = self._pass(batch, forward)
         self._clock.lap("forward")
         tally = Tally(loss, count, self._op, self._group, self._gradients.ride)

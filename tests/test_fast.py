@@ -305,6 +305,98 @@ def test_compiled_equals_plain_also_where_lengths_change(ranks: int, backend: st
             assert "failed" not in quick[2]
 
 
+class Layered(nn.Module):
+    """Blocks that torch wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).relu()  # type: ignore[no-any-return]
+
+
+#: A model, what is compiled of it, and how many programs: blocks get an input without a gradient, and those with one.
+COMPILED: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
+    "torch's blocks": (Layered, "blocks", 2),
+    "chains": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5))), "blocks", 2),
+    "a user's blocks in a chain": (lambda: nn.Sequential(*(Unit() for _ in range(5))), "blocks", 2),
+    "a chain": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "whole", 1),
+    "a user's whole": (Layered, "whole", 1),
+    "one layer": (lambda: nn.Linear(8, 8), "whole", 1),
+}
+
+
+def stepping(model: nn.Module, compile: Any) -> Callable[[], float]:
+    engine = echelon.distribute(
+        model,
+        loss=lambda output, target: (output - target).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=Strategy(fast=Fast(compile=compile)),
+        log=echelon.Log(console=False),
+    )
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    return lambda: float(engine.step(x, y))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is compiled, as it is."""
+    found: list[Any] = []
+    monkeypatch.setattr(compiled, "backend", lambda program, inputs: found.append(program) or program)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("case", COMPILED)
+def test_what_is_said_to_be_compiled_is_and_one_program_serves_blocks_that_are_alike(
+    case: str, programs: list[Any]
+) -> None:
+    make, compile, count = COMPILED[case]
+    losses = []
+    for on in (False, compile):
+        torch.manual_seed(0)
+        step = stepping(make(), on)
+        losses.append([step() for _ in range(3)])
+        assert len(programs) == (count + 1 if on else 0), "with that of the loss"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_hook_that_comes_later_runs(case: str, programs: list[Any]) -> None:
+    make, compile, _ = COMPILED[case]
+    model, calls = make(), list[str]()
+    step = stepping(model, compile)
+    step()
+    assert programs
+    module = [module for module in model.modules() if module._compiled_call_impl is not None][-1]
+    handle = module.register_forward_hook(lambda module, args, output: calls.append("called"))
+    step()
+    handle.remove()
+    step()
+    assert calls == ["called"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+def test_each_engine_compiles_for_itself_however_many_there_were(programs: list[Any]) -> None:
+    for width in range(20):
+        stepping(nn.Sequential(nn.Linear(8, 4 + width), nn.ReLU(), nn.Linear(4 + width, 8)), "whole")()
+        assert len(programs) == 2 * (width + 1)
+
+
 def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
     strategies = [Strategy(fast=False), Strategy(fast=Fast(compile=True))]
     ((plain, weights, silent), (losses, theirs, said)) = run(train_each, broken, strategies, ranks=1)[0]

@@ -21,8 +21,9 @@ from echelon.fast import graphs, laps
 from echelon.fast.captured import Captured, Rehearsal, _telling
 from echelon.fast.decide import decide
 from echelon.fast.graphs import PATIENCE, SETTLING, TRIES, Graphs
+from echelon.fast.hooks import has_gradient_hooks
 from echelon.fast.laps import GROUP, GROUPS, WATCHED, Contest, Watch
-from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
+from echelon.fast.left_behind import left_behind, look_at
 from echelon.fast.look import with_chosen
 from echelon.fast.proof import Proof, _State, apart
 from echelon.fast.signature import Signature

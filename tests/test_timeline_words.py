@@ -10,21 +10,24 @@ import pytest
 import torch
 from torch import nn
 
+import echelon
 from echelon.errors import UsageError
 from echelon.timeline import files, summarize
 from echelon.timeline.command import timeline_words
 from echelon.timeline.cut import cut_short
 from echelon.timeline.device import device_spans, events_of
 from echelon.timeline.files import RankFile
-from echelon.timeline.flops import Seen
+from echelon.timeline.flops import Seen, counted
 from echelon.timeline.intervals import length, union, within, without
 from echelon.timeline.merge import on_one_clock
 from echelon.timeline.part import now_line, read_part, spans_line
+from echelon.timeline.recorder import Recorder
 from echelon.timeline.span import DEVICE, HOST, Span
 from echelon.timeline.steps import Steps, parse_steps
 from echelon.timeline.summary import summarize as figures_of
 from echelon.timeline.word import with_steps
 from echelon.watch import Log
+from echelon.watch.activity import activity
 
 # ---- steps in words ----
 
@@ -160,15 +163,45 @@ def test_workers_that_never_met_have_the_time_of_day_in_common() -> None:
 
 def test_arithmetic_is_counted_without_a_trace_in_the_training() -> None:
     model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Linear(24, 4, bias=False))
-    seen = Seen(model)
+    recorder = Recorder(1)
+    Seen(model, recorder)
     model(torch.randn(8, 16))
     model(torch.randn(2, 16))  # only the first is counted
+    assert recorder.arguments is not None
     random, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
-    assert seen.flops(None, torch.device("cpu")) == 3 * 2 * 8 * (16 * 24 + 24 * 4)
+    assert counted(model, recorder.arguments, None, torch.device("cpu")) == 3 * 2 * 8 * (16 * 24 + 24 * 4)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert seen.flops(None, torch.device("cpu")) is None
+    assert counted(model, ((), {}), None, torch.device("cpu")) is None
     assert not model._forward_pre_hooks
+
+
+def test_a_recorded_step_tells_what_the_model_is_called_with_and_needs_no_hook() -> None:
+    model = nn.Linear(4, 2)
+    engine = echelon.distribute(
+        model,
+        loss=lambda output, batch: output.square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        log=echelon.Log(console=False),
+    )
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    for step, (args, named) in (
+        (lambda: engine.step(x, y), ((x,), {})),
+        (lambda: engine.step(input=x, y=y), ((), {"input": x})),
+    ):
+        step()
+        activity.recorder = recorder = Recorder(2)
+        try:
+            step()
+        finally:
+            activity.recorder = None
+        assert recorder.arguments is not None
+        assert [id(one) for one in recorder.arguments[0]] == [id(one) for one in args]
+        assert {key: id(one) for key, one in recorder.arguments[1].items()} == {key: id(v) for key, v in named.items()}
+    assert not engine.has_own_loop
+    engine.backward(model(x).square().mean())
+    engine.update()
+    assert engine.has_own_loop
 
 
 # ---- a GPU's trace ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from echelon.fast.chosen import WHOLE
+from echelon.fast.hooks import has_hooks
 from echelon.fast.readings import Readings
 
 Say = Callable[[str], None]
@@ -54,22 +56,29 @@ class Compiling:
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
         _make_room(len(chosen) + SPARE)
         _tell_of_limit(self._say)
+        code = _inside(print).__code__.replace()
         for module in chosen:
-            module.compile(backend=backend)
-            module._compiled_call_impl = self._guarded(module._compiled_call_impl, module._call_impl)
+            plain = module._call_impl
+            if not _is_of_torch(module):
+                module._compiled_call_impl = self._guarded(torch.compile(plain, backend=backend), plain)
+                continue
+            inside = _inside(plain)
+            inside.__code__ = code  # one for all, so that one program can serve them all
+            compiled = torch.compile(inside, backend=backend)
+            module._compiled_call_impl = self._guarded(compiled, plain, functools.partial(has_hooks, module))
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a function, such as a loss."""
+        inside = _inside(function)
+        inside.__code__ = inside.__code__.replace()
+        return self._guarded(torch.compile(inside, backend=backend), function)
 
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-        return self._guarded(torch.compile(plain, backend=backend), function)
-
-    def _guarded(self, compiled: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(
+        self, compiled: Any, plain: Callable[..., Any], stands_back: Callable[[], bool] = lambda: False
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Evaluation runs as written: its shapes and modes would be compiled again, mostly for a few batches.
-            if self.given_up or not torch.is_grad_enabled():
+            if self.given_up or not torch.is_grad_enabled() or stands_back():
                 return plain(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
@@ -88,6 +97,22 @@ class Compiling:
         self.given_up = True
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         self._say(f"fast: compiling failed, and it goes on uncompiled ({type(error).__name__}: {reason})")
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether its forward is torch's own, such as that of Sequential and TransformerEncoderLayer. The compiler passes
+    over such code unless it is called from some other; with it come hooks, which it would take for fixed."""
+    return str(getattr(type(module).forward, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _inside(function: Callable[..., Any]) -> Any:
+    """The function as part of one that is nobody's. Programs are kept with a function's code, up to a limit: who wants
+    a limit of his own gives it code of its own."""
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inside
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from echelon.fast.captured import Backward, Captured, Rehearsal, Run, has_room
 from echelon.fast.chosen import WHOLE, Chosen
 from echelon.fast.compiled import Say
+from echelon.fast.hooks import has_gradient_hooks
 from echelon.fast.laps import Contest, Watch
-from echelon.fast.left_behind import has_gradient_hooks, left_behind, look_at
+from echelon.fast.left_behind import left_behind, look_at
 from echelon.fast.proof import Proof
 from echelon.fast.readings import Readings
 from echelon.fast.signature import draws, is_plain

@@ -1,4 +1,4 @@
-"""Python that a graph would not run: what forward leaves in the modules beside the contents of tensors, and hooks."""
+"""Python that a graph would not run: what forward leaves in the modules beside the contents of tensors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ def left_behind(before: Look, after: Look) -> str | None:
             changed = _entry(*both) if attribute in REGISTERS else attribute
             return f"{module}.{changed}" if module else str(changed)
     return None
-
-
-def has_gradient_hooks(model: nn.Module) -> bool:
-    hooks = (
-        *((one._backward_hooks, one._post_accumulate_grad_hooks) for one in model.parameters()),
-        *((module._backward_hooks, module._backward_pre_hooks) for module in model.modules()),
-    )
-    return any(any(pair) for pair in hooks)
 
 
 _ABSENT = object()

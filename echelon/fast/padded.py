@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+
+from echelon.fast.hooks import has_hooks
 
 MULTIPLE = 8  #: 16-bit numbers
 LARGE = 1 << 20  #: weights, from which on it pays
@@ -40,7 +41,7 @@ def _is_odd(module: nn.Module) -> bool:
 
 def _padded(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or _has_hooks(module) or "forward" in vars(module):
+        if kwargs or len(args) != 1 or has_hooks(module) or "forward" in vars(module):
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         weight, bias = module.weight, module.bias
         assert isinstance(weight, Tensor)
@@ -59,9 +60,3 @@ def _padded(module: nn.Module) -> Callable[..., Any]:
 def _computed_in(weight: Tensor) -> torch.dtype:
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Hooks run around a call as it is written."""
-    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(own) or _has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -17,35 +17,29 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from echelon.engine import Engine
+    from echelon.timeline.recorder import Arguments, Recorder
 
 #: Of a training step, in forward passes: itself, and backward's two.
 PASSES = 3
 
 
 class Seen:
-    """The arguments of the model's first call from now on."""
+    """Tells the recorder the arguments of the model's first call from now on. For a loop of the user's own: the engine
+    tells those of its steps, which may be replays of a graph that call no model, and hooks have a call run uncompiled.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._handle: RemovableHandle | None = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._arguments = self._arguments or (args, named)
+        self._recorder.arguments = self._recorder.arguments or (args, named)
         self.close()
 
     def close(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-    def flops(self, amp: torch.dtype | None, device: torch.device) -> float | None:
-        """Of forward and backward of that call, on this rank; ``None`` where it cannot be told."""
-        self.close()
-        if self._arguments is None:
-            return None
-        (args, named), self._arguments = self._arguments, None
-        return _counted(self._model, args, named, amp, device)
 
 
 def countable(engine: Engine) -> bool:
@@ -55,9 +49,11 @@ def countable(engine: Engine) -> bool:
     return engine.world.device.type == "cuda" and plan.pipeline is None and engine.served is None and not fetched
 
 
-def _counted(
-    model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], amp: torch.dtype | None, device: torch.device
+def counted(
+    model: nn.Module, arguments: Arguments, amp: torch.dtype | None, device: torch.device
 ) -> float | None:
+    """Of forward and backward of that call, on this rank; ``None`` where it cannot be told."""
+    args, named = arguments
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     counter = FlopCounterMode(display=False)
     on_gpu = [device] if device.type == "cuda" else []

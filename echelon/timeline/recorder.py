@@ -7,7 +7,7 @@ are kept in memory on this process's own clock; see ``recording`` for what becom
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from echelon.watch.activity import AFTER, activity, waiting
 if TYPE_CHECKING:
     from echelon.plan.schedule import Action
     from echelon.ps.frame import Frame
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 #: Waits of a pipeline's rank for another stage: its bubbles.
 OF_STAGES = ("receive activations", "receive gradients", "delivery of what was sent")
@@ -32,10 +34,11 @@ def now() -> float:
 
 
 class Recorder:
-    """step: the one that is under way; phase: the part of it, and since when."""
+    """step: the one that is under way; phase: the part of it, and since when; arguments: of a call of the model."""
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.arguments: Arguments | None = None
         self.spans: list[Span] = []
         self.phase = AFTER["update"], now()
         self.thread = threading.get_ident()

@@ -23,7 +23,7 @@ from echelon.parallel.precision import DTYPES
 from echelon.timeline import files
 from echelon.timeline.about import about, processes
 from echelon.timeline.device import DeviceTrace, device_spans
-from echelon.timeline.flops import Seen, countable
+from echelon.timeline.flops import Seen, countable, counted
 from echelon.timeline.live import Live
 from echelon.timeline.merge import merge
 from echelon.timeline.oneclock import Offset, OneClock, measure
@@ -157,8 +157,9 @@ class Recording:
             before = measure(control)
             if control is not None:
                 dist.barrier(control)  # so that nobody's first step begins with waiting for the others' clocks
-        seen = Seen(engine.model) if countable(engine) else None
         recorder = Recorder(engine.steps + 1)
+        own_loop = engine.steps == 0 or engine.has_own_loop
+        seen = Seen(engine.model, recorder) if own_loop and countable(engine) else None
         taps = Taps(recorder)
         if control is not None:
             taps.open()
@@ -207,12 +208,14 @@ class Recording:
         recorder, taps, _, seen, before, _ = self._under_way
         activity.recorder = None
         taps.close()
+        if seen is not None:
+            seen.close()
         spans = [*recorder.spans, *spans_of(taps.messages), *self._stop_device()]
         after = before
         if engine.world.control is not None:
             with waiting("timeline: clocks", "", engine.world.control):
                 after = measure(engine.world.control)
-        self._flops = _flops(engine, seen)
+        self._flops = _flops(engine, recorder)
         clock = OneClock(before, after)
         return [span.moved(clock) for span in spans if span.step < recorder.step], clock
 
@@ -266,12 +269,12 @@ class Recording:
 # ---- how rank 0 gets it ----
 
 
-def _flops(engine: Engine, seen: Seen | None) -> float | None:
+def _flops(engine: Engine, recorder: Recorder) -> float | None:
     """Of a step on this rank."""
-    if seen is None:
+    if recorder.arguments is None or not countable(engine):
         return None
     amp = DTYPES[engine.plan.amp.dtype] if engine.plan.amp is not None else None
-    found = seen.flops(amp, engine.world.device)
+    found = counted(engine.model, recorder.arguments, amp, engine.world.device)
     return None if found is None else found * engine.plan.gradient_merge
 
 
