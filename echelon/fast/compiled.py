@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -58,14 +58,8 @@ class Compiling:
         _tell_of_limit(self._say)
         code = _inside(print).__code__.replace()
         for module in chosen:
-            plain = module._call_impl
-            if not _is_of_torch(module):
-                module._compiled_call_impl = self._guarded(torch.compile(plain, backend=backend), plain)
-                continue
-            inside = _inside(plain)
-            inside.__code__ = code  # one for all, so that one program can serve them all
-            compiled = torch.compile(inside, backend=backend)
-            module._compiled_call_impl = self._guarded(compiled, plain, functools.partial(has_hooks, module))
+            call = _entered(module, code) if _is_of_torch(module) else torch.compile(module._call_impl, backend=backend)
+            module._compiled_call_impl = self._guarded(call, module._call_impl)
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a function, such as a loss."""
@@ -73,12 +67,10 @@ class Compiling:
         inside.__code__ = inside.__code__.replace()
         return self._guarded(torch.compile(inside, backend=backend), function)
 
-    def _guarded(
-        self, compiled: Any, plain: Callable[..., Any], stands_back: Callable[[], bool] = lambda: False
-    ) -> Callable[..., Any]:
+    def _guarded(self, compiled: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Evaluation runs as written: its shapes and modes would be compiled again, mostly for a few batches.
-            if self.given_up or not torch.is_grad_enabled() or stands_back():
+            if self.given_up or not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
@@ -101,8 +93,27 @@ class Compiling:
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Whether its forward is torch's own, such as that of Sequential and TransformerEncoderLayer. The compiler passes
-    over such code unless it is called from some other; with it come hooks, which it would take for fixed."""
-    return str(getattr(type(module).forward, "__module__", "")).partition(".")[0] == "torch"
+    over such code unless it is called from some other."""
+    return str(getattr(module.forward, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _entered(module: nn.Module, code: CodeType) -> Callable[..., Any]:
+    """A call with a compiled forward. Hooks stay outside of it, as they do where forward is a user's: compiled, they
+    would be taken for fixed. ``code``: of all modules that are alike, so that one program can serve them all."""
+    inside = _inside(module.forward)
+    inside.__code__ = code
+    compiled: Any = torch.compile(inside, backend=backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not has_hooks(module):
+            return compiled(*args, **kwargs)
+        module.forward = compiled
+        try:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            del module.forward
+
+    return call
 
 
 def _inside(function: Callable[..., Any]) -> Any:

@@ -49,9 +49,7 @@ def countable(engine: Engine) -> bool:
     return engine.world.device.type == "cuda" and plan.pipeline is None and engine.served is None and not fetched
 
 
-def counted(
-    model: nn.Module, arguments: Arguments, amp: torch.dtype | None, device: torch.device
-) -> float | None:
+def counted(model: nn.Module, arguments: Arguments, amp: torch.dtype | None, device: torch.device) -> float | None:
     """Of forward and backward of that call, on this rank; ``None`` where it cannot be told."""
     args, named = arguments
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
