@@ -50,6 +50,11 @@ def test_a_step_that_differs_from_the_captured_one_is_told_apart() -> None:
     model[0].bias.requires_grad_(False)
     assert not signature.fits(batch)
     model[0].bias.requires_grad_(True)
+    for hook in (model[0].weight.register_hook, model[0].weight.register_post_accumulate_grad_hook):
+        handle = hook(print)
+        assert not signature.fits(batch)
+        handle.remove()
+        assert signature.fits(batch)
     model[0].weight.data = model[0].weight.data.clone()
     assert not signature.fits(batch)
 
@@ -382,6 +387,11 @@ CASES: dict[str, tuple[Change, list[int], str]] = {
         lambda at, model, patch: patch.setattr(weights, "of_object", 1 + 0.001 * at),
         [8] * STEPS,
         "may read weights.of_object, which changes from step to step",
+    ),
+    "a gradient gets a hook late": (
+        lambda at, model, patch: hooked(0, model, patch) if at == STEPS - 4 else None,
+        [8] * STEPS,
+        "are one CUDA graph now",
     ),
     "a layer is frozen late": (
         lambda at, model, patch: model.layers[0].requires_grad_(at < STEPS - 4),  # type: ignore[index]

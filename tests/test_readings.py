@@ -282,10 +282,11 @@ def test_a_hook_that_comes_later_is_noticed_and_one_that_is_there_is_followed() 
     assert found.changed() is None
     nn.Linear(1, 1).register_forward_hook(print)
     assert found.changed() is None
-    handle = model.linear.register_forward_hook(lambda module, inputs, output: output)
-    assert found.changed() == "the number of hooks"
-    handle.remove()
-    assert found.changed() is None
+    for come in (model.linear.register_forward_hook, model.linear.register_full_backward_hook):
+        handle = come(lambda module, inputs, output: None)
+        assert found.changed() == "the number of hooks"
+        handle.remove()
+        assert found.changed() is None
 
 
 def test_what_no_code_names_may_change() -> None:

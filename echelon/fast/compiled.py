@@ -54,7 +54,7 @@ class Compiling:
     def modules(self, model: nn.Module, names: Iterable[str]) -> None:
         """Compile each of these modules. Shapes that change are compiled a second time, then for any length."""
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
-        _make_room(len(chosen) + SPARE)
+        _configure(len(chosen) + SPARE)
         _tell_of_limit(self._say)
         code = _inside(print).__code__.replace()
         for module in chosen:
@@ -149,9 +149,10 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def _make_room(programs: int) -> None:
+def _configure(programs: int) -> None:
     from torch._dynamo import config
 
+    config.skip_nnmodule_hook_guards = False  # else a hook that comes later is not run
     config.recompile_limit = max(config.recompile_limit, programs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * programs)
 

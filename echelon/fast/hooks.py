@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -13,8 +15,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(model: nn.Module) -> bool:
-    hooks = (
-        *((one._backward_hooks, one._post_accumulate_grad_hooks) for one in model.parameters()),
-        *((module._backward_hooks, module._backward_pre_hooks) for module in model.modules()),
-    )
-    return any(any(pair) for pair in hooks)
+    of_modules = any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+    return of_modules or on_gradients(model.parameters())
+
+
+def on_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a gradient of one of these is shown to Python."""
+    return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters)

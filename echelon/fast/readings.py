@@ -32,6 +32,7 @@ SMALL = 4096  #: bytes of an array that are compared
 Read = Callable[[], Any]
 _GONE = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _INTERNAL = vars(nn.Module()).keys() - {"training", *REGISTERS}
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _NO_PART_OF_A_STEP = {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__"}
@@ -98,7 +99,7 @@ class _Walk:
 
     def hooks(self, model: nn.Module) -> None:
         """How many there are: one that comes later would not run in a graph, and one that goes would go on."""
-        every = [hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        every = [getattr(module, kind) for module in model.modules() for kind in (*_HOOKS, *_BACKWARD_HOOKS)]
         self._watch(model, "hooks", lambda: sum(map(len, every)), "the number of hooks", 0)
 
     def finish(self) -> None:

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from echelon.fast.hooks import on_gradients
+
 #: Types of values that are compared as they are.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 
 
 class Signature:
-    """What a captured step has written into it; a step that differs in any of it must run as it is written."""
+    """What a captured step has written into it; a step that differs in any of it must run as it is written. None has
+    hooks on gradients."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         leaves, self._structure = tree_flatten(batch)
@@ -29,6 +32,7 @@ class Signature:
             structure == self._structure
             and [_kind(leaf) for leaf in leaves] == self._leaves
             and self._weights == _weights(self._parameters)
+            and not on_gradients(self._parameters)
             and all(values.get(name, _GONE) == value for values, name, value in self._values)
         )
 
