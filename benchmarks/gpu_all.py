@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for starting all, and for each work")
     args = parser.parse_args()
     works = asked(args.works)
-    (args.out / "first").mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(args.out / "first", ignore_errors=True)  # a run before this has left its caches there
+    (args.out / "first").mkdir(parents=True)
     jobs = [(work, key) for work, contenders in works.items() for key in contenders if key in args.starting]
     starts = start_all(jobs, args.out / "first", args.limit)
     cache = put_together(args.out / "first" / "caches")
