@@ -18,11 +18,12 @@ from pathlib import Path
 from input_images import write
 
 COMMANDS = {
-    "resnet50": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 150 --compile",
-    "resnet50_eager": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 100",
-    "resnet50_files": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 400 --compile "
+    "resnet50": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 150",
+    "resnet50_eager": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 100 --compile false",
+    "resnet50_files": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 400 "
     "--dataset_name image_folder --dataset_dir {files} --num_parallel_batches 16 --num_sample_per_epoch 128000",
-    "bert_large": "--model_name bert_large --batch_size 256 --stop_at_step 60 --compile",
+    "bert_large": "--model_name bert_large --batch_size 256 --stop_at_step 60",
+    "bert_large_eager": "--model_name bert_large --batch_size 256 --stop_at_step 60 --compile false",
 }
 
 
