@@ -87,6 +87,8 @@ def as_batch(args: tuple[Any, ...], named: dict[str, Any], device: torch.device)
     batch: Any = named or args
     if len(args) == 1 and isinstance(args[0], tuple | list | Mapping):
         batch = args[0]
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # a tokenizer's, which torch takes for one value
+        batch = dict(batch)
     if not batch:
         raise UsageError("step() was called without a batch")
     if device.type == "cpu":

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from echelon.errors import CheckpointError
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Layout, Part
+from echelon.parallel.strides import follow_weights
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
@@ -127,6 +128,7 @@ def _load(
         param_groups.append({**decode(stored["options"]), **here, "params": ids})
         index += len(members)
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    follow_weights(optimizer)
 
 
 def to_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:

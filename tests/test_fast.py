@@ -6,10 +6,12 @@ import dataclasses
 import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from harness import run
 from torch import Tensor, nn
@@ -20,9 +22,10 @@ from echelon.errors import UsageError
 from echelon.fast import compiled
 from echelon.fast.chosen import Chosen
 from echelon.fast.decide import OFF, decide
+from echelon.fast.fused import fuse
 from echelon.fast.lines import lines
 from echelon.fast.look import traits_of, with_chosen
-from echelon.fast.path import fuse, prepare
+from echelon.fast.path import prepare
 from echelon.fast.traits import Machine, Traits
 from echelon.plan import Plan, make_plan
 from echelon.strategy import Amp, Shard
@@ -237,6 +240,77 @@ def test_a_fused_step_goes_on_from_an_unfused_one() -> None:
 
     for plain, fused in zip(trained(False), trained(True), strict=True):
         torch.testing.assert_close(plain, fused)
+
+
+class Imaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Linear(4 * 64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.convolution(x).relu().flatten(1))  # type: ignore[no-any-return]
+
+
+IMAGING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("begins", ["from a file", "with state"])
+@pytest.mark.parametrize("kind", IMAGING)
+def test_state_lies_as_its_weights_do_which_a_fused_step_takes_for_granted(
+    kind: str, begins: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    batches = [(torch.randn(4, 3, 8, 8), torch.randn(4, 8)) for _ in range(6)]
+    found = []
+    for channels_last in (False, True):
+        weights = [torch.empty(0)]
+        engine = None
+        for first, last in ((0, 3), (3, 6)):
+            if engine is None or begins == "from a file":
+                model = Imaging()
+                optimizer = IMAGING[kind](model.parameters())
+            state = optimizer.state_dict()
+            engine = echelon.distribute(
+                model,
+                loss=F.mse_loss,
+                optimizer=optimizer,
+                strategy=Strategy(fast=Fast(channels_last=channels_last and (first == 3 or begins == "from a file"))),
+                log=echelon.Log(console=False),
+            )
+            assert begins == "from a file" or first == 0 or state["state"]
+            if first and begins == "from a file":
+                engine.load(str(tmp_path / str(channels_last)))
+            for batch in batches[first:last]:
+                engine.step(*batch)
+            engine.save(str(tmp_path / str(channels_last)), wait=True)
+            engine.close()
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+        found.append(weights)
+        assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last) is channels_last
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_fused_step_takes_a_first_gradient_that_comes_late() -> None:
+    def trained(fused: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        model.head.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        if fused:
+            fuse(optimizer)
+        for step in range(5):
+            model.head.requires_grad_(step > 1)
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(trained(True), trained(False))
 
 
 def test_channels_last_changes_strides_and_nothing_else() -> None:

@@ -14,6 +14,9 @@ NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last",
          "graphs": "CUDA graphs", "pad": "padding"}  # fmt: skip
 
 
+ALREADY = "the model was compiled before distribute()"
+
+
 def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
     """``amp``: what the Strategy says of it; None leaves it open, False refuses it."""
     reasons = {
@@ -55,7 +58,7 @@ def _is_on(part: str, wish: object, reason: str | None, traits: Traits) -> bool:
 def _impossible(part: str, reason: str | None, traits: Traits) -> str | None:
     """Of what speaks against a part, what a user's wish cannot overrule."""
     if part == "compile":
-        return traits.cut
+        return traits.cut or (ALREADY if traits.compiled else None)
     if part == "graphs" and not traits.machine.cuda:
         return "only NVIDIA GPUs have them"
     return reason
@@ -63,7 +66,7 @@ def _impossible(part: str, reason: str | None, traits: Traits) -> str | None:
 
 def _no_compile(traits: Traits) -> str | None:
     if traits.compiled:
-        return "the model was compiled before distribute()"
+        return ALREADY
     if traits.machine.cuda and not traits.machine.triton:
         return "Triton, which torch.compile makes kernels with, does not work here"
     return traits.cut or traits.only_blocks or traits.slow_inside

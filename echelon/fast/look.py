@@ -118,7 +118,8 @@ def _slow_inside(plan: Plan) -> str | None:
 def _is_unset(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     open_still = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
-    plain = not any(group.get("differentiable") for group in groups)
+    # torch's fused SGD mistakes a weight's first gradient where others have had one; see fuse()
+    plain = not any(group.get("differentiable") or group.get("dampening") for group in groups)
     return type(optimizer) in FUSED and open_still and plain and all(map(_on_gpu, groups))
 
 

@@ -59,4 +59,6 @@ def _padded(module: nn.Module) -> Callable[..., Any]:
 
 def _computed_in(weight: Tensor) -> torch.dtype:
     kind = weight.device.type
+    if weight.dtype == torch.float64:  # autocast leaves it
+        return weight.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -11,9 +11,11 @@ from torch.utils._pytree import tree_map
 
 from echelon.fast.chosen import Chosen
 from echelon.fast.compiled import Compiling, Say, forget
+from echelon.fast.fused import fuse
 from echelon.fast.padded import pad
 from echelon.objective import Objective
 from echelon.parallel.gradients import backward_of
+from echelon.parallel.strides import follow_weights
 from echelon.plan import Plan
 
 Backward = Callable[[Tensor | float], None]
@@ -32,6 +34,8 @@ def fast_path(
 ) -> FastPath | None:
     """What the engine goes through in every step; None where a step is as it was."""
     chosen = plan.fast
+    for optimizer in given.values() if chosen.channels_last else ():
+        follow_weights(optimizer)
     for key in chosen.fused:
         fuse(given[key])
     pad(model, chosen.padded)
@@ -48,15 +52,6 @@ def plain_pass(batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
         backward_of(loss, weight)
 
     return loss, backward
-
-
-def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """One kernel a step from now on. It wants the number of steps on the device, where a step before left it here."""
-    for group in optimizer.param_groups:
-        group["fused"] = True
-    for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 class FastPath:
