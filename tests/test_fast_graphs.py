@@ -318,13 +318,23 @@ of_module = 1.0
 
 
 class Net(nn.Module):
+    late: float
+
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("factors", torch.ones(2))
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.plain, self.bent, self.best = torch.ones(2), nn.Identity(), float("nan")
+        self.more, self.itself = nn.ModuleList(), list[Any]()
+        self.itself.append(self.itself)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
         self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) * self.scale * of_module  # type: ignore[no-any-return]
+        x = self.bent(self.layers(x)) * self.scale * of_module * self.factors * self.plain * getattr(self, "late", 1.0)
+        for module in self.more:
+            x = module(x)
+        return x
 
 
 def weighted(output: Tensor, target: Tensor) -> Tensor:
@@ -371,7 +381,29 @@ def late(where: Callable[[Any], Any], name: str, value: float = 3.0) -> Change:
     return lambda at, model, patch: patch.setattr(where(model), name, value) if at == STEPS - 4 else None
 
 
+def once(change: Callable[[Any], Any]) -> Change:
+    """Something that is done to the model before one of the last steps."""
+    return lambda at, model, patch: change(model) if at == STEPS - 4 else None
+
+
+class Other(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+ONCE: dict[str, Callable[[Any], Any]] = {
+    "a buffer is another one": lambda model: setattr(model, "factors", torch.full((2,), 3.0)),
+    "a buffer holds other numbers": lambda model: model.factors.fill_(3.0),
+    "a tensor is another one": lambda model: setattr(model, "plain", torch.full((2,), 3.0)),
+    "a module is another one": lambda model: setattr(model, "bent", nn.ReLU()),
+    "a module is added": lambda model: model.more.append(nn.Tanh()),
+    "an attribute is new": lambda model: setattr(model, "late", 2.0),
+    "forward is another one": lambda model: setattr(model, "forward", lambda x: 5 * model.layers(x)),
+    "the class is another one": lambda model: setattr(model, "__class__", Other),
+}
+
 CASES: dict[str, tuple[Change, list[int], str]] = {
+    **{name: (once(change), [8] * STEPS, "are one CUDA graph now") for name, change in ONCE.items()},
     "a fixed program": (nothing, [8] * STEPS, "are one CUDA graph now"),
     "other sizes in between": (nothing, [8] * (STEPS - 5) + [5, 8, 3, 8, 8], "are one CUDA graph now"),
     "a global changes late": (

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.fast.signature import PLAIN
+from echelon.fast.structure import PLAIN, REGISTERS, is_nan, place_of
 
 Look = dict[tuple[str, str], Any]
 
@@ -33,18 +33,20 @@ def left_behind(before: Look, after: Look) -> str | None:
 
 
 _ABSENT = object()
-REGISTERS = ("_parameters", "_buffers", "_modules")  #: where a module keeps what has names of its own
+_DEEPEST = 6
 
 
-def _look(value: Any) -> Any:
+def _look(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
-        return "tensor", value.data_ptr(), tuple(value.shape)
+        return "tensor", place_of(value), tuple(value.shape)
     if isinstance(value, PLAIN):
-        return value
+        return "not a number" if is_nan(value) else value
+    if depth == _DEEPEST:
+        return id(value)
     if isinstance(value, dict):
-        return {key: _look(each) for key, each in value.items()}
+        return {key: _look(each, depth + 1) for key, each in dict.items(value)}
     if isinstance(value, list | tuple | deque):
-        return [_look(each) for each in value]
+        return [_look(each, depth + 1) for each in value]
     return id(value)
 
 

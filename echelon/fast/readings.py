@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from echelon.fast.left_behind import REGISTERS
-from echelon.fast.signature import PLAIN
+from echelon.fast.structure import INTERNAL, PLAIN, REGISTERS, place_of, same
 from echelon.fast.whose import is_followed, is_library, is_users
 
 DEPTH = 8  #: from forward or the loss to a value
@@ -31,9 +31,10 @@ SMALL = 4096  #: bytes of an array that are compared
 
 Read = Callable[[], Any]
 _GONE = object()
+_BY_VALUE = (tuple, frozenset, torch.device, torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_INTERNAL = vars(nn.Module()).keys() - {"training", *REGISTERS}
+_INTERNAL = INTERNAL - {"training", *REGISTERS}
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _NO_PART_OF_A_STEP = {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -64,7 +65,7 @@ def _noted(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
-        return value.data_ptr(), value._version if value.device.type == "cpu" else 0
+        return place_of(value, value.device.type == "cpu")
     if isinstance(value, np.ndarray | np.generic) and value.nbytes <= SMALL:
         return value.tobytes()
     if isinstance(value, tuple) and len(value) <= ITEMS:
@@ -76,7 +77,11 @@ def _is(now: Any, before: Any) -> bool:
     """By value where that is known to be meant; anything else by which object it is."""
     if now is before:
         return True
-    return type(now) is type(before) and isinstance(now, (*PLAIN, tuple, frozenset)) and now == before
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, list):  # a property may make it anew
+        return len(now) <= ITEMS and all(isinstance(one, PLAIN) for one in now) and now == before
+    return isinstance(now, (*PLAIN, *_BY_VALUE)) and same(now, before)
 
 
 class _Walk:
@@ -232,7 +237,7 @@ def _is_called_unnamed(name: str) -> bool:
 
 
 def _whole(container: Any) -> tuple[Any, ...]:
-    return tuple(container.values() if isinstance(container, dict) else container)
+    return tuple(dict.values(container) if isinstance(container, dict) else container)
 
 
 def _attribute(holder: Any, name: str) -> Any:
@@ -244,9 +249,12 @@ def _attribute(holder: Any, name: str) -> Any:
 
 
 def _item(holder: Any, key: Any) -> Any:
+    """As it lies there: what a class of the user's makes of a key is his code."""
     try:
+        if isinstance(holder, dict):
+            return dict.__getitem__(holder, key)
         return holder[key]
-    except (KeyError, IndexError):
+    except Exception:
         return _GONE
 
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from echelon.fast.hooks import on_gradients
+from echelon.fast.structure import PLAIN, Structure, place_of, same
 
-#: Types of values that are compared as they are.
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 
 
@@ -25,6 +24,7 @@ class Signature:
         self._parameters = list(model.parameters())
         self._weights = _weights(self._parameters)
         self._values = _python_values(model)
+        self._structure_of_model = Structure(model, next(model.parameters()).device)
 
     def fits(self, batch: Any) -> bool:
         leaves, structure = tree_flatten(batch)
@@ -33,7 +33,8 @@ class Signature:
             and [_kind(leaf) for leaf in leaves] == self._leaves
             and self._weights == _weights(self._parameters)
             and not on_gradients(self._parameters)
-            and all(values.get(name, _GONE) == value for values, name, value in self._values)
+            and all(same(values.get(name, _GONE), value) for values, name, value in self._values)
+            and self._structure_of_model.is_as_it_was()
         )
 
 
@@ -49,7 +50,7 @@ def _kind(leaf: Any) -> Any:
 
 def _weights(parameters: list[nn.Parameter]) -> list[tuple[int, bool]]:
     """Where weights lie, and which are trained."""
-    return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
+    return [(place_of(parameter)[0], parameter.requires_grad) for parameter in parameters]
 
 
 def _python_values(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
