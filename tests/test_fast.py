@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -412,13 +415,13 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
 }
 
 
-def stepping(model: nn.Module, compile: Any) -> Callable[[], float]:
+def stepping(model: nn.Module, compile: Any, console: bool = False) -> Callable[[], float]:
     engine = echelon.distribute(
         model,
         loss=lambda output, target: (output - target).square().mean(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         strategy=Strategy(fast=Fast(compile=compile)),
-        log=echelon.Log(console=False),
+        log=echelon.Log(console=console, lines=False),
     )
     torch.manual_seed(1)
     x, y = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -475,6 +478,161 @@ def test_each_engine_compiles_for_itself_however_many_there_were(programs: list[
     for width in range(20):
         stepping(nn.Sequential(nn.Linear(8, 4 + width), nn.ReLU(), nn.Linear(4 + width, 8)), "whole")()
         assert len(programs) == 2 * (width + 1)
+    programs.clear()
+    for width in range(20):
+        stepping(Bottle(4 + width), "whole")()
+        assert len(programs) == 2 * (width + 1)
+
+
+class Bottle(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm, self.up = nn.Linear(8, width), nn.BatchNorm1d(3), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(self.down(x)).relu())  # type: ignore[no-any-return]
+
+
+class Forces(Bottle):
+    """The gradient of what it computes, as of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return found
+
+
+class Counts(Bottle):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Broken(Bottle):
+    """Two programs, the first of which counts batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.down(x)).relu()
+        torch._dynamo.graph_break()
+        return self.up(x)  # type: ignore[no-any-return]
+
+
+def fails_at_the_second(program: Any, inputs: Any) -> Any:
+    if not any("norm" in str(node.target) for node in program.graph.nodes):
+        raise RuntimeError("no second here")
+    return program
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]  # type: ignore[no-any-return]
+
+
+class Viewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x).view(x.size(0), -1))  # type: ignore[no-any-return]
+
+
+def fails_in_backward(program: Any, inputs: Any) -> Any:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def failing(*_: Any) -> Any:
+        raise BackendCompilerFailed(failing, RuntimeError("no backward here"), None)
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda made, _: make_boxed_func(made), bw_compiler=failing)(program, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize(
+    ("make", "backend", "line"),
+    [
+        (Forces, "aot_eager", "compiling failed, and it goes on uncompiled (RuntimeError: torch.compile with aot_auto"),
+        (Bottle, fails_in_backward, "compiling failed, and it goes on uncompiled (RuntimeError: no backward here)"),
+        (
+            Counts,
+            "eager",
+            "code is compiled anew too often, for a value that changes (self.calls == ",
+        ),
+        (Broken, fails_at_the_second, "compiling failed, and it goes on uncompiled (RuntimeError: no second here)"),
+        (Recurrent, "eager", "the compiler has found nothing to compile in the model"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_in_a_line_and_gives_the_numbers_of_uncompiled_runs(
+    make: Callable[[], nn.Module], backend: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "backend", backend)
+    runs, said = [], io.StringIO()
+    for compile in (False, "whole"):
+        torch.manual_seed(0)
+        model = make()
+        with contextlib.redirect_stdout(said):
+            step = stepping(model, compile, console=True)
+            losses = torch.tensor([step() for _ in range(14)])
+        runs.append([losses, *model.state_dict().values()])
+    torch.testing.assert_close(runs[1], runs[0])
+    assert [one for one in said.getvalue().splitlines() if f"fast: {line}" in one], said.getvalue()
+
+
+def test_a_view_that_channels_last_breaks_is_one_line_and_by_itself_it_is_left_out() -> None:
+    assert "view()" in str(planned(Viewing())[1].views)
+    assert planned(Imaging())[1].views is None
+    assert not decide(Fast(), None, with_traits(convolutions=True, views="it views")).channels_last
+    assert decide(Fast(channels_last=True), None, with_traits(convolutions=True, views="it views")).channels_last
+    model = Viewing()
+    engine = echelon.distribute(
+        model,
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=Strategy(fast=Fast(channels_last=True)),
+        log=echelon.Log(console=False),
+    )
+    with pytest.raises(
+        UsageError, match=r"write reshape\(\) or flatten\(\), or give Strategy\(fast=Fast\(channels_las"
+    ):
+        engine.step(torch.randn(2, 3, 8, 8), torch.randn(2, 8))
+
+
+class Stateful(Unit):
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.torch.jit.trace")
+def test_copies_and_traces_of_a_compiled_model_are_plain(programs: list[Any]) -> None:
+    model = nn.Sequential(*(Stateful() for _ in range(3)))
+    stepping(model, "blocks")()
+    assert programs
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        nn.init.zeros_(parameter)
+    assert float(twin(torch.ones(1, 8)).detach().abs().sum()) == 0
+    x = torch.ones(2, 8)
+    for traced in (torch.fx.symbolic_trace(model), torch.jit.trace(model, (x,))):
+        torch.testing.assert_close(traced(x), model(x))
+
+
+def test_a_forward_of_the_users_own_is_kept(programs: list[Any]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    plain = model.forward
+    model.forward = functools.wraps(plain)(lambda x: 2 * plain(x))  # type: ignore[method-assign]
+    model.register_forward_hook(lambda *_: None)
+    mine = model.forward
+    stepping(model, "whole")()
+    assert model.forward is mine
 
 
 def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
@@ -486,7 +644,7 @@ def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
     told = [line.removeprefix("echelon: fast: ") for line in said.splitlines() if "fast:" in line]
     assert told[0] == "compiled 3 blocks of layers.*; Strategy(fast=False) switches it off"
     assert len(told) == 2
-    assert told[1].startswith("compiling failed, and it goes on uncompiled (BackendCompilerFailed:")
+    assert told[1].startswith("compiling failed, and it goes on uncompiled (RuntimeError: no compiler here)")
 
 
 class Config:

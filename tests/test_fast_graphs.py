@@ -25,7 +25,7 @@ from echelon.fast.hooks import has_gradient_hooks
 from echelon.fast.laps import GROUP, GROUPS, WATCHED, Contest, Watch
 from echelon.fast.left_behind import left_behind, look_at
 from echelon.fast.look import with_chosen
-from echelon.fast.proof import Proof, _State, apart
+from echelon.fast.proof import Proof, State, apart
 from echelon.fast.signature import Signature
 
 # ---- what a captured step has written into it ----
@@ -261,7 +261,7 @@ class Traced(Captured):
         def step() -> tuple[Tensor, list[Tensor | None]]:
             return self._pass(), [parameter.grad for parameter in self._parameters]
 
-        before = _State(self.model, self.device)
+        before = State(self.model, self.device)
         self._program = make_fx(step)()
         before.restore()  # tracing runs what it traces, capturing does not
 

@@ -22,7 +22,7 @@ def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
     reasons = {
         "compile": _no_compile(traits),
         "bf16": _no_bf16(amp, traits),
-        "channels_last": None if traits.convolutions else "the model has no 2-D convolutions",
+        "channels_last": traits.views if traits.convolutions else "the model has no 2-D convolutions",
         "fused": traits.unfused or (None if traits.unset else "no optimizer here has a fused step that is left open"),
         "graphs": _no_graphs(traits),
     }
@@ -59,6 +59,8 @@ def _impossible(part: str, reason: str | None, traits: Traits) -> str | None:
     """Of what speaks against a part, what a user's wish cannot overrule."""
     if part == "compile":
         return traits.cut or (ALREADY if traits.compiled else None)
+    if part == "channels_last" and traits.convolutions:
+        return None
     if part == "graphs" and not traits.machine.cuda:
         return "only NVIDIA GPUs have them"
     return reason

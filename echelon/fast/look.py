@@ -67,7 +67,8 @@ def traits_of(plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimi
         cut=_cut(plan, model, served),
         only_blocks=_only_blocks(plan),
         slow_inside=_slow_inside(plan),
-        convolutions=any(isinstance(module, nn.Conv2d) for module in model.modules()),
+        convolutions=_has_convolutions(model),
+        views=_views(model),
         odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
         fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
         unset={key: type(o).__name__ for key, o in optimizers.items() if _is_unset(o)},
@@ -113,6 +114,24 @@ def _slow_inside(plan: Plan) -> str | None:
             "it is compiled"
         )
     return "kept activations go to host memory" if plan.offload else None
+
+
+def _has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def _views(model: nn.Module) -> str | None:
+    """Of modules that hold convolutions, as far as their own forward shows it."""
+    for module in model.modules():
+        forward = type(module).forward
+        of_torch = str(forward.__module__).partition(".")[0] == "torch"
+        if not of_torch and "view" in _names(forward) and _has_convolutions(module):
+            return f"forward() of {type(module).__name__} uses view(), which wants the usual order (reshape() does not)"
+    return None
+
+
+def _names(function: object) -> tuple[str, ...]:
+    return getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _is_unset(optimizer: torch.optim.Optimizer) -> bool:

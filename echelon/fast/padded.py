@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.fast.hooks import has_hooks
+from echelon.fast.in_place import put_in_place
 
 MULTIPLE = 8  #: 16-bit numbers
 LARGE = 1 << 20  #: weights, from which on it pays
@@ -32,7 +33,7 @@ def pad(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module = model.get_submodule(name)
         if _is_odd(module):  # still
-            module._compiled_call_impl = _padded(module)
+            put_in_place(module, _padded(module))
 
 
 def _is_odd(module: nn.Module) -> bool:
@@ -53,7 +54,6 @@ def _padded(module: nn.Module) -> Callable[..., Any]:
         added = F.pad(bias.to(dtype), (0, missing)) if isinstance(bias, Tensor) else None
         return F.linear(args[0], wide, added)[..., : weight.shape[0]].contiguous()
 
-    call.is_ours = True  # type: ignore[attr-defined]
     return call
 
 

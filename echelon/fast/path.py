@@ -9,14 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from echelon.errors import UsageError
 from echelon.fast.chosen import Chosen
-from echelon.fast.compiled import Compiling, Say, forget
+from echelon.fast.compiled import Compiling, Say
 from echelon.fast.fused import fuse
+from echelon.fast.in_place import forget
 from echelon.fast.padded import pad
+from echelon.fast.proof import State
 from echelon.objective import Objective
 from echelon.parallel.gradients import backward_of
 from echelon.parallel.strides import follow_weights
 from echelon.plan import Plan
+
+EARLY = 3  #: passes
 
 Backward = Callable[[Tensor | float], None]
 Forward = Callable[[Any], Tensor]
@@ -61,7 +66,7 @@ class FastPath:
         chosen = plan.fast
         self._channels_last = chosen.channels_last
         self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
-        self._model = model
+        self._model, self._passes = model, 0
         self._compiling: Compiling | None = None
         loss = objective.loss
         if chosen.compiled:
@@ -87,25 +92,62 @@ class FastPath:
         return self._plain(batch, forward)
 
     def _plain(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
-        loss, inner = plain_pass(batch, forward)
+        if self._compiling is None or self._compiling.given_up:
+            return self._forward(batch, forward)
+        before = self._kept()
+        try:
+            with self._compiling.step(recovers=before is not None):
+                loss, inner = self._forward(batch, forward)
+        except Exception as error:
+            if not self._gives_up(error):
+                raise
+            return self._again(before, batch, forward)
 
         def backward(weight: Tensor | float) -> None:
+            fresh = all(parameter.grad is None for parameter in self._model.parameters())
             try:
                 inner(weight)
             except Exception as error:
-                if self._compiling is None or not self._alone or not self._compiling.failed(error):
+                # what backward had done until it failed is worth nothing, and cannot be told from earlier gradients
+                if not fresh or not self._gives_up(error):
                     raise
-                self._again(error, batch, forward, weight)
+                for parameter in self._model.parameters():
+                    parameter.grad = None
+                self._again(before, batch, forward)[1](weight)
 
         return loss, backward
 
-    def _again(self, error: Exception, batch: Any, forward: Forward, weight: Tensor | float) -> None:
-        """The whole pass once more, uncompiled: what backward had done until it failed is worth nothing."""
+    def _kept(self) -> State | None:
+        """What a pass changes beside gradients, while it is likely that something is compiled."""
+        self._passes += 1
+        if self._passes == EARLY + 1 and self._compiling is not None:
+            self._compiling.tell_if_nothing_was_made()
+        early = self._passes <= EARLY and self._alone
+        return State(self._model, next(self._model.parameters()).device) if early else None
+
+    def _gives_up(self, error: Exception) -> bool:
+        """Whether the pass can be run uncompiled in place of what failed."""
         assert self._compiling is not None
+        if not self._alone or not self._compiling.failed(error):
+            return False
         self._compiling.give_up(error)
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        plain_pass(batch, forward)[1](weight)
+        return True
+
+    def _again(self, before: State | None, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+        if before is not None:
+            before.restore()
+        return plain_pass(batch, forward)
+
+    def _forward(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+        try:
+            return plain_pass(batch, forward)
+        except RuntimeError as error:
+            if not self._channels_last or "view size is not compatible" not in str(error):
+                raise
+            raise UsageError(
+                "forward() lays out anew with view() what does not lie in its order: images are run with their "
+                "channels last here; write reshape() or flatten(), or give Strategy(fast=Fast(channels_last=False))"
+            ) from error
 
 
 def _arranged(leaf: Any) -> Any:

@@ -42,7 +42,7 @@ class Proof:
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         """The replay goes first, since after the step as written it may find in memory what that left there."""
-        before = _State(self._model, self.captured.device)
+        before = State(self._model, self.captured.device)
         so_far = self._exchange([None] * len(self._parameters))
         self.captured.take(batch)
         self.captured.replay(self._weight)
@@ -76,7 +76,7 @@ class Proof:
         return before
 
 
-class _State:
+class State:
     """What a pass changes besides gradients."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

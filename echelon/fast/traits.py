@@ -25,6 +25,7 @@ class Traits:
     cut:         why what the plan does to the model cannot be compiled
     only_blocks: why blocks inside it can, on request, and the whole cannot
     slow_inside: why compiling it would not pay
+    views:       why images might not go through it with their channels last
     odd:         large output layers of an odd size, outside of blocks
     fp32:        all weights are 32-bit floats
     unset:       by name, the class of each optimizer with a fused step that nobody has decided about
@@ -39,6 +40,7 @@ class Traits:
     only_blocks: str | None = None
     slow_inside: str | None = None
     convolutions: bool = False
+    views: str | None = None
     odd: tuple[str, ...] = ()
     fp32: bool = True
     unset: dict[str, str] = dataclasses.field(default_factory=dict)
