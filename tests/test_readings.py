@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import types
 from collections.abc import Callable
@@ -287,6 +288,36 @@ def test_a_hook_that_comes_later_is_noticed_and_one_that_is_there_is_followed() 
         assert found.changed() == "the number of hooks"
         handle.remove()
         assert found.changed() is None
+
+
+class Drawing:
+    @property
+    def noise(self) -> float:
+        return float(torch.rand(())) + random.random()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+    @property
+    def shape(self) -> list[int]:
+        return [1, 2]
+
+
+drawing = Drawing()
+
+
+def test_properties_that_draw_leave_random_numbers_as_they_are_and_equal_objects_are_the_same() -> None:
+    model = Model()
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = float(torch.rand(())), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    noisy = Readings(model, lambda output, target: output * drawing.noise)
+    noisy.changed()
+    assert (float(torch.rand(())), random.random()) == expected
+    assert Readings(Model(), lambda output, target: output.to(drawing.device).view(drawing.shape)).changed() is None
 
 
 def test_what_no_code_names_may_change() -> None:

@@ -9,11 +9,13 @@ are followed, and what objects of its classes hold (a configuration) is watched 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,18 +48,32 @@ class Readings:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, of_classes: bool = False) -> None:
         walk = _Walk()
-        for name, module in model.named_modules():
-            walk.model(module, name or "the model")
-        walk.hooks(model)
-        walk.visit(loss, "the loss", 0)
-        walk.finish()
-        found = [one for one in walk.found.values() if isinstance(one[-1], type) or not of_classes]
-        self._watched = [(read, _noted(read()), label) for read, label, _ in found]
-        self.too_many = walk.cut
+        with _undrawn():
+            for name, module in model.named_modules():
+                walk.model(module, name or "the model")
+            walk.hooks(model)
+            walk.visit(loss, "the loss", 0)
+            walk.finish()
+            found = [one for one in walk.found.values() if isinstance(one[-1], type) or not of_classes]
+            self._watched = [(read, _noted(read()), label) for read, label, _ in found]
+        self.too_many, self._runs_code = walk.cut, walk.runs_code and not of_classes
 
     def changed(self) -> str | None:
         """The first that is another one now, by its name."""
-        return next((label for read, noted, label in self._watched if not _is(_noted(read()), noted)), None)
+        with _undrawn() if self._runs_code else contextlib.nullcontext():
+            return next((label for read, noted, label in self._watched if not _is(_noted(read()), noted)), None)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """Random numbers that a property of the user's draws are drawn again."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _noted(value: Any) -> Any:
@@ -90,6 +106,7 @@ class _Walk:
     def __init__(self) -> None:
         self.found: dict[tuple[int, Any], tuple[Read, str, Any]] = {}
         self.cut = False
+        self.runs_code = False  # properties are functions
         self._names = {"forward"}  # which nobody names
         self._objects: list[tuple[Any, str, int]] = []  # which names are looked up in
         self._seen: dict[int, Any] = {}  # and kept, so that no other gets their addresses
@@ -207,6 +224,7 @@ class _Walk:
         attribute = vars(kind)[name]
         if isinstance(attribute, property | staticmethod | classmethod | types.FunctionType):
             self.visit(getattr(attribute, "fget", getattr(attribute, "__func__", attribute)), label, depth + 1)
+        self.runs_code |= isinstance(attribute, property)
         is_descriptor = isinstance(attribute, property | types.MemberDescriptorType)
         if is_descriptor and not isinstance(value, type):
             self._attribute(value, name, label, depth)
