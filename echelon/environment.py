@@ -40,6 +40,8 @@ BOUND_MARK = "ECHELON_BOUND_MARK"
 RESTARTS, RESTART_COUNT = "ECHELON_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
 #: Set to True where the launcher serves the ranks' store; else rank 0 does.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+#: Set where echelon.launch() started the process.
+LAUNCHED = "ECHELON_LAUNCHED"
 #: Which server of the list this process is; ``echelon run`` names the log after it.
 SERVER_INDEX = "ECHELON_SERVER"
 
@@ -145,7 +147,7 @@ def _torchrun(env: Mapping[str, str]) -> Place:
             node_rank=whole_number(env, "GROUP_RANK", whole_number(env, "RANK") // local_world),
             master_addr=_text(env, "MASTER_ADDR"),
             master_port=whole_number(env, "MASTER_PORT"),
-            launcher="echelon run" if LOG_DIR in env else "torchrun",
+            launcher="echelon.launch" if LAUNCHED in env else "echelon run" if LOG_DIR in env else "torchrun",
         )
     )
 

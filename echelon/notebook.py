@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import inspect
 import multiprocessing.util
 import os
 import pickle
@@ -29,11 +30,13 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from echelon import world
-from echelon.environment import AGENT_STORE, LOOPBACK, RESTART_COUNT
+from echelon.environment import AGENT_STORE, LAUNCHED, LOOPBACK, RESTART_COUNT
 from echelon.errors import EchelonError, UsageError
 
 #: Seconds within which a rank that only followed another's failure may be overtaken by the true culprit.
 LINGER = 1.0
+#: Frames of this file between a rank's beginning and the user's function.
+OURS = 2
 #: What is kept of what a rank prints, rank 0 aside, to be shown when it fails.
 KEPT = 64 * 1024
 
@@ -52,6 +55,7 @@ def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named
     """
     count = procs if procs is not None else max(2, torch.cuda.device_count())
     _refuse(count)
+    _refuse_call(fn, args, named)
     with socket.create_server((LOOPBACK, 0)) as listener, _ended_in_any_case() as ranks:
         for rank in range(count):
             with _uninterrupted():
@@ -68,9 +72,23 @@ def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named
     return results
 
 
+def _refuse_call(fn: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if not callable(fn):
+        raise UsageError(f"launch({fn!r}): give a function, and its arguments after it")
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of some built-in functions nothing is known
+        return
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        name = getattr(fn, "__name__", "the function")
+        raise UsageError(f"launch(): {name}{signature} does not take these arguments: {error}") from None
+
+
 def _refuse(procs: int) -> None:
-    if procs < 1:
-        raise UsageError(f"launch(procs={procs}): give 1 or more")
+    if type(procs) is not int or procs < 1:
+        raise UsageError(f"launch(procs={procs!r}): give a whole number, 1 or more")
     if sys.platform != "linux":
         raise UsageError(f"launch() forks processes, which is safe on Linux alone, and this is {sys.platform}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -78,7 +96,7 @@ def _refuse(procs: int) -> None:
             "launch() forks this process, and a GPU that is in use here cannot be used by its children; restart the "
             "kernel and make tensors and models on the GPU only inside the function"
         )
-    if world.is_initialized() and world.current().size > 1:
+    if (world.is_initialized() and world.current().size > 1) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("launch() was called on a rank of a job; call it from a process of its own")
 
 
@@ -166,7 +184,8 @@ def _take_place(number: int, count: int, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     listener.close()
     values = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
-    for name, value in {**values, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, AGENT_STORE: True}.items():
+    store = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, AGENT_STORE: True}
+    for name, value in {**values, **store, LAUNCHED: True}.items():
         os.environ[name] = str(value)
     os.environ.pop(RESTART_COUNT, None)
     world.forget()
@@ -177,11 +196,27 @@ def _take_place(number: int, count: int, listener: socket.socket) -> None:
 def _called(call: Callable[[], Any]) -> _End:
     try:
         value = call()
-        pickle.dumps(value)
     except BaseException as error:
-        told = f"{error}" if isinstance(error, EchelonError) else traceback.format_exc().rstrip()
-        return _End(error=told, time=time.time())
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return _End()
+        return _End(error=_told(error), time=time.time())
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        kind = type(value).__name__
+        what = f"it returned {kind}, which cannot be sent back ({error}); return numbers, dicts or tensors on the CPU"
+        return _End(error=what, time=time.time())
     return _End(value)
+
+
+def _told(error: BaseException) -> str:
+    """From the user's function on: the frames above are ours."""
+    if isinstance(error, EchelonError):
+        return f"{error}"
+    above = error.__traceback__
+    for _ in range(OURS):
+        above = above.tb_next if above is not None else None
+    return "".join(traceback.format_exception(type(error), error, above)).rstrip()
 
 
 def _inherit_no_exit_handlers() -> None:

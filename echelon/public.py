@@ -6,7 +6,7 @@ from echelon.elastic import Elastic
 from echelon.engine import Engine
 from echelon.errors import EchelonError
 from echelon.keep import Checkpoint
-from echelon.notebook import launch
+from echelon.notebook import LaunchError, launch
 from echelon.plan import Plan
 from echelon.slices import Slices, cluster
 from echelon.strategy import (
@@ -59,6 +59,7 @@ __all__ = [
     "Fast",
     "Lamb",
     "Lars",
+    "LaunchError",
     "Lean",
     "LocalSgd",
     "Log",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from harness import LIMIT
 from torch import Tensor, nn
 
 import echelon
-from echelon import launch
+from echelon import environment, launch
 from echelon.errors import UsageError
 from echelon.notebook import LaunchError
 
@@ -109,11 +110,39 @@ def test_no_process_outlives_an_interrupt(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("procs", [0, -1, "2", 2.0, True])
+def test_a_number_of_processes_that_is_none_is_one_line(procs: Any) -> None:
+    with pytest.raises(UsageError, match=r"launch\(procs=.*\): give a whole number, 1 or more"):
+        launch(print, procs=procs)
+
+
 def test_mistakes_are_one_line() -> None:
-    with pytest.raises(UsageError, match=r"launch\(procs=0\): give 1 or more"):
-        launch(print, procs=0)
-    with pytest.raises(LaunchError, match="pickle"):
-        launch(lambda: lambda: None, procs=1)  # a function cannot be handed back
+    with pytest.raises(UsageError, match=r"launch\(5\): give a function, and its arguments after it"):
+        launch(5, procs=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"fails\(how.*\).* does not take these arguments: missing a"):
+        launch(fails, procs=1)
+    with pytest.raises(LaunchError, match=r"it returned function, which cannot be sent back .*; return numbers, dicts"):
+        launch(lambda: lambda: None, procs=1)
+
+
+def test_a_rank_of_a_job_launches_no_other() -> None:
+    with pytest.raises(LaunchError, match=r"launch\(\) was called on a rank of a job"):
+        launch(lambda: launch(lambda: 1, procs=2), procs=2)
+
+
+def test_ranks_know_who_started_them_and_may_leave() -> None:
+    assert launch(lambda: environment.find_place().launcher, procs=2) == ["echelon.launch"] * 2
+    assert launch(sys.exit, procs=1) == [None]
+
+
+def test_a_traceback_begins_with_the_users_own_code() -> None:
+    def divide() -> float:
+        return 1 / 0
+
+    with pytest.raises(echelon.LaunchError) as caught:
+        launch(divide, procs=1)
+    assert "in divide" in str(caught.value)
+    assert "notebook.py" not in str(caught.value).replace("test_notebook.py", "")
 
 
 CELLS = [

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from echelon.report.command import report
 from echelon.report.gather import gather
 from echelon.report.page import render
 from echelon.report.sections.overview import status
+from echelon.timeline.command import timeline_words
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 NOW = BEGAN + 220.0  # five seconds after step 3,000
@@ -107,7 +109,10 @@ def test_time_and_its_parts(whole: ElementTree.Element) -> None:
     said = words(section(whole, "time"))
     assert "One step of rank 0 takes 72 ms" in said
     assert "backward 41 ms 56.9%" in said
-    assert "The pipeline's bubble is 12.0% of a step; the schedule alone makes 11.1%." in said
+    assert (
+        "The pipeline's bubble is 12.0% of the time that its stages are at work; the schedule alone makes 11.1%."
+        in said
+    )
     assert "43.1% of the devices' peak arithmetic" in said
 
 
@@ -323,6 +328,28 @@ def test_without_a_timeline_the_schedule_is_predicted_and_else_simulated(tmp_pat
     assert title() == "The schedule, simulated"
     blocks = [each for each in page(tmp_path).iter(f"{XHTML}rect") if "p-F" in (each.get("class") or "")]
     assert len(blocks) == 2 * 8
+
+
+def test_what_an_earlier_run_left_in_the_directory_is_not_this_runs(tmp_path: Path) -> None:
+    made_up.write(tmp_path, ranks=2)
+    (tmp_path / "memory.json").unlink()
+    began = made_up.BEGAN
+    for rank in range(2):
+        about = {"rank": rank, "clock_offset": 0.0, "clock_error": None, "began": began + 5}
+        path = tmp_path / "timeline" / f"rank-{rank}.jsonl"
+        path.write_text(json.dumps(about) + "\n" + path.read_text())
+        (tmp_path / f"memory-{rank}.json").write_text(json.dumps(made_up.MEMORY))
+        os.utime(tmp_path / f"memory-{rank}.json", (began + 9, began + 9))
+    mine = gather(tmp_path)
+    assert mine.spans
+    assert mine.run.memory is not None
+    assert "an earlier run recorded this" not in timeline_words(str(tmp_path), as_json=False)
+    (tmp_path / "run.json").write_text(json.dumps({**made_up.facts(), "began": began + 100, "started": began + 100}))
+    later = gather(tmp_path)
+    assert later.spans == {}
+    assert later.summary == {}
+    assert later.run.memory is None
+    assert timeline_words(str(tmp_path), as_json=False).startswith("an earlier run recorded this")
 
 
 def test_a_long_run_keeps_its_spike_and_stays_small(tmp_path: Path) -> None:

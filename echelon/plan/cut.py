@@ -65,7 +65,8 @@ def balance_stages(
     else:
         costs = [([name], cost) for name, cost in zip(units, _parameter_counts(model, units), strict=True)]
     if len(costs) < stages:
-        found = f"{len(costs)} ({', '.join(names[0] for names, _ in costs[:4])})" if costs else "none"
+        some = ", ".join([names[0] for names, _ in costs[:4]] + ["..."] * (len(costs) > 4))
+        found = f"{len(costs)} ({some})" if costs else "none"
         raise UsageError(
             f"{stages} stages were asked for, but of modules that run one after another the model has {found}; ask for "
             "fewer stages, or mark the modules of each with stage()"

@@ -186,12 +186,21 @@ def _foretold(record: JSON) -> Foretold | None:
 def _held(place: Path, facts: Facts | None) -> Footprint | None:
     """What ranks wrote down when they ended: that of the fullest, with all of them. Of ranks that took part only."""
     ranks = facts.world.size if facts is not None else 0
-    plain = [json_file(path) for rank, path in _numbered(place, "memory", "json").items() if rank < ranks]
+    began = facts.began if facts is not None else 0.0
+    there = _numbered(place, "memory", "json").items()
+    plain = [json_file(path) for rank, path in there if rank < ranks and _written_at(path) >= began]
     found = [one for one in map(Footprint.of, plain) if one is not None]
     if not found:
         return None
     fullest = max(found, key=lambda one: one.peak)
     return replace(fullest, each=tuple(found)) if len(found) > 1 else fullest
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed in this very moment
+        return 0.0
 
 
 def _numbered(place: Path, kind: str, suffix: str = "jsonl") -> dict[int, Path]:

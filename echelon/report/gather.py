@@ -35,6 +35,8 @@ def gather(directory: Path) -> Gathered:
         folder = files.find(directory)
     except EchelonError:
         return Gathered(run)
+    if run.facts is not None and (files.recorded_at(folder) or run.facts.began) < run.facts.began:
+        return Gathered(run)  # of an earlier run into the same directory
     return Gathered(run, _spans(folder), _summary(folder))
 
 

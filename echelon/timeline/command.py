@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 from echelon.errors import EchelonError
+from echelon.record.files import RUN
+from echelon.record.parse import json_file, number
 from echelon.timeline import files
 from echelon.timeline.merge import merge
 from echelon.timeline.show import text
@@ -25,7 +27,17 @@ def summary_of(directory: str | Path) -> Summary:
 
 def timeline_words(directory: str, as_json: bool) -> str:
     summary = summary_of(directory)
-    return json.dumps(summary.figures, indent=1) if as_json else text(summary)
+    if as_json:
+        return json.dumps(summary.figures, indent=1)
+    earlier = "an earlier run recorded this; the newest one in this directory recorded nothing\n\n"
+    return (earlier if _is_of_an_earlier_run(Path(directory)) else "") + text(summary)
+
+
+def _is_of_an_earlier_run(directory: Path) -> bool:
+    facts = json_file(directory / RUN)
+    began = number(facts, "began") if facts is not None else None
+    recorded = files.recorded_at(files.find(directory))
+    return began is not None and recorded is not None and recorded < began
 
 
 def conclude(directory: Path | None) -> list[str]:

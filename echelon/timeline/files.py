@@ -6,6 +6,7 @@ end. Whatever cannot be read is left out: a run may have been killed while it wr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -112,11 +113,23 @@ def find(directory: str | Path) -> Path:
     """The folder of the newest recording in a run's directory; the folder itself may be given, too."""
     path = Path(directory)
     if not path.is_dir():
-        raise UsageError(f"there is no directory '{directory}'; give the run's log directory")
+        is_file = f"'{directory}' is a file" if path.exists() else f"there is no directory '{directory}'"
+        raise UsageError(f"{is_file}; give the run's log directory")
     for folder in (path / FOLDER, *sorted((path / FOLDER).glob("step-*"), reverse=True), path):
         if folder.is_dir() and any(_reads(file) for file in of_ranks(folder).values()):
             return folder
     raise UsageError(f"there is no timeline in '{directory}'; record one by 'echelon run --timeline ...'")
+
+
+def recorded_at(folder: Path) -> float | None:
+    """When a recording began, as far as its ranks say so."""
+    times = []
+    for file in of_ranks(folder).values():
+        with contextlib.suppress(OSError), file.open(encoding="utf-8", errors="replace") as lines:
+            about = _json(next(lines, ""))
+            if isinstance(about, dict) and isinstance(began := about.get("began"), int | float):
+                times.append(float(began))
+    return max(times, default=None)
 
 
 def _reads(file: Path) -> bool:

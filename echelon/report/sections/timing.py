@@ -89,7 +89,7 @@ def _sentences(found: JSON) -> Iterator[str]:
     if (share := number(bubble, "measured")) is not None:
         theory = number(bubble, "theory")
         against = f"; the schedule alone makes {amounts.percent(theory)}" if theory is not None else ""
-        yield f"The pipeline's bubble is {amounts.percent(share)} of a step{against}."
+        yield f"The pipeline's bubble is {amounts.percent(share)} of the time that its stages are at work{against}."
     if (used := number(found, "mfu")) is not None:
         yield f"{amounts.percent(used)} of the devices' peak arithmetic is used (MFU)."
 
