@@ -33,6 +33,10 @@ def _exit_code() -> int:
         return 130
 
 
+#: Commands that take a script among their own options.
+WITH_SCRIPTS = ("memory", "plan", "verify")
+
+
 def _explain(error: Any) -> str:
     """click's complaint as one line, with the nearest name for an option or command that does not exist."""
     command: Any = error.ctx.command if error.ctx else None
@@ -40,7 +44,9 @@ def _explain(error: Any) -> str:
         return f"which command? known: {', '.join(sorted(command.commands))} (see 'echelon --help')"
     if hasattr(error, "option_name") and type(error).__name__ == "NoSuchOption":
         known = [name for param in command.params for name in param.opts if name.startswith("--")]
-        return f"no option '{error.option_name}' for '{error.ctx.command_path}'{nearest(error.option_name, known)}"
+        after = " (the script's own go behind '--')" if command.name in WITH_SCRIPTS else ""
+        told = f"no option '{error.option_name}' for '{error.ctx.command_path}'"
+        return f"{told}{nearest(error.option_name, known)}{after}"
     message = " ".join(error.format_message().split())
     if message.startswith("No such command"):
         name = message.split("'")[1]

@@ -62,8 +62,8 @@ def verify_words(asked: Asked, json: bool) -> int:
             verdict = _reconsidered(asked, room, verdict)
     except (SignalException, Stopped) as stop:
         return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
-    except _Failed:
-        keep = any(Path(room, "log").glob("*.log"))  # the launcher has said where the log of the failed rank is
+    except _Failed as error:
+        keep = error.on_ranks  # the launcher has said where the log of the failed one is
         raise
     finally:
         _clear(room, keep)
@@ -101,7 +101,9 @@ def _clear(room: str, keep_logs: bool) -> None:
 
 
 class _Failed(UsageError):
-    """The script did not come through."""
+    """The script did not come through; ``on_ranks``: of the plan, or else in one process."""
+
+    on_ranks = False
 
 
 def _of_the_zoo(asked: Asked, room: str) -> Asked:
@@ -115,6 +117,8 @@ def _of_the_zoo(asked: Asked, room: str) -> Asked:
 
 
 def _check(asked: Asked) -> None:
+    if Path(asked.script).is_dir() and not asked.module:
+        raise UsageError(f"'{asked.script}' is a directory; give a script")
     if asked.steps < 1:
         raise UsageError(f"--steps {asked.steps} compares nothing; give 1 or more")
     if asked.tolerance is not None and not asked.tolerance > 0:
@@ -163,7 +167,9 @@ def check_answer(asked: Asked, question: Question, code: int, where: str) -> Non
     if code:
         told = (question.answered("plan") or {}) if question.role == "reference" else {}
         why = f": {OF_A_LOOP}" if told.get("own_loop") else ""
-        raise _Failed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
+        failed = _Failed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
+        failed.on_ranks = question.role == "plan"
+        raise failed
     taken = int(question.noted("steps") or 0)
     if not question.noted("begun"):
         raise UsageError(

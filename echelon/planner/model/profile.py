@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,6 +42,7 @@ Step = Callable[[nn.Module, Any], Tensor]
 
 #: Samples of the two passes that all others are known from. Not 1: batch norm refuses one row, and squeeze() drops it.
 SIZES = (2, 3)
+OR_ELSE = "either it fails on such a batch, or its forward looks at values, where only shapes are there"
 
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -171,15 +174,15 @@ class Profile:
     def _rehearse(self, shadow: Shadow, samples: int, amp: str | None, backward: bool = True) -> Passed:
         batch = self.placeholders(samples)
         try:
-            return rehearse(shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward)
+            with _unlogged():
+                return rehearse(shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward)
         except EchelonError:
             raise
         except Exception as error:
-            words = (str(error).splitlines() or [""])[0]
-            raise UsageError(
-                f"'{self.name}' cannot be profiled: {type(error).__name__}: {words}; its forward must run on shapes "
-                "alone, without looking at values"
-            ) from error
+            words = (str(error).splitlines() or [""])[0].rstrip(".")
+            looks = any(sign in type(error).__name__ for sign in ("DataDependent", "DynamicOutput", "Unsupported"))
+            advice = "its forward must run on shapes alone, without looking at values" if looks else OR_ELSE
+            raise UsageError(f"'{self.name}' cannot be profiled: {type(error).__name__}: {words}; {advice}") from error
 
     # ---- splits ----
 
@@ -288,3 +291,14 @@ class _Measured:
             (name, value.numel(), str(value.dtype).removeprefix("torch."), value.requires_grad, first[id(value)])
             for name, value in self._model.named_parameters()
         )
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Torch logs the traceback of what fails on shapes; here it becomes a line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
