@@ -13,6 +13,15 @@ def members(logs: Path) -> dict[str, int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # one that is ending
             if entry.name.isdigit() and str(logs) in (entry / "cmdline").read_text(errors="replace").split("\0"):
-                opened = [Path(os.readlink(fd)) for fd in (entry / "fd").iterdir()]
+                opened = _opened(entry / "fd")
                 found |= {path.stem: int(entry.name) for path in opened if (path.parent, path.suffix) == (logs, ".log")}
+    return found
+
+
+def _opened(folder: Path) -> list[Path]:
+    """Files that a process has open; those that it closes while we look do not hide the others."""
+    found = []
+    for entry in folder.iterdir():
+        with contextlib.suppress(OSError):
+            found.append(Path(os.readlink(entry)))
     return found
