@@ -52,20 +52,26 @@ def passed(model: Words, dtype: torch.dtype | None) -> list[Tensor]:
         output = model(IDS)
         loss = F.cross_entropy(output.flatten(0, 1), IDS.flatten())
     loss.backward()
-    return [output, loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [output.detach(), loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def away(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm())
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_computes_in_16_bits_what_it_computed(bias: bool, tied: bool) -> None:
+    """Sums of another length may be added up in another order, so both are set beside the truth: one is as near as
+    the other."""
     model = Words(bias, tied)
-    expected = passed(model, torch.bfloat16)
+    expected, truth = passed(model, torch.bfloat16), passed(copy.deepcopy(model).double(), None)
     keys = list(model.state_dict())
     pad(model, ["head"])
     found = passed(model, torch.bfloat16)
-    for one, other in zip(found, expected, strict=True):
+    for one, other, true in zip(found, expected, truth, strict=True):
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        torch.testing.assert_close(one, other)
+        assert away(one, true) <= 1.2 * away(other, true) + 1e-4 * float(true.norm())  # the loss may be right by luck
     assert list(model.state_dict()) == keys
 
 

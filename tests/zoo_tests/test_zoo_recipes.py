@@ -126,9 +126,9 @@ def _call(words: list[str], cwd: str) -> str:
 # ---- judging ----
 
 
-def tolerance(words: list[str]) -> float:
-    """Builds of torch differ in the last bits, and 16-bit arithmetic differs between kinds of processors."""
-    return 3e-2 if "--amp" in words else 2e-3
+#: Builds of torch differ in the last bits. So does 16-bit arithmetic between kinds of processors, by more where losses
+#: are of single batches: those stand on no page.
+TOLERANCE = 2e-3
 
 
 def check(block: Block, result: dict[str, Any], page: Path) -> None:
@@ -138,7 +138,7 @@ def check(block: Block, result: dict[str, Any], page: Path) -> None:
         elif "async" in block.words:
             assert _bounds(page)[name](result[name]), (name, result[name])
         else:
-            assert result[name] == pytest.approx(value, rel=tolerance(block.words), abs=2e-3), name
+            assert result[name] == pytest.approx(value, rel=TOLERANCE, abs=2e-3), name
 
 
 def _bounds(page: Path) -> dict[str, Any]:
