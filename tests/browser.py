@@ -20,6 +20,9 @@ from types import TracebackType
 from typing import Any
 
 BROWSER = os.environ.get("ECHELON_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+#: Of itself it asks nobody anything.
+QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+WORDS = ("--headless", "--no-sandbox", "--disable-gpu", *QUIET)
 LIMIT = 100.0
 #: The browser reads what it is told from descriptor 3, and answers on 4.
 _BECOME = """
@@ -38,8 +41,8 @@ class Browser:
         assert BROWSER is not None
         to, self._to = os.pipe()
         self._from, back = os.pipe()
-        words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-        words += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
+        words = [BROWSER, *WORDS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+        words += [f"--window-size={width},{height}", "about:blank"]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BECOME, str(to), str(back), *words],
             pass_fds=(to, back),

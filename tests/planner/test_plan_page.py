@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from browser import BROWSER, WORDS
 from harness import LIMIT
 
 from echelon.pages.passage import MOST_EVENTS
@@ -25,7 +24,6 @@ from echelon.planner.search.answer import Choice
 
 SECONDS = {"F": 0.010, "B": 0.021, "I": 0.010, "W": 0.011}
 XHTML = "{http://www.w3.org/1999/xhtml}"
-BROWSER = os.environ.get("ECHELON_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def choice_of(ranks: int = 4, micro_batches: int = 8, schedule: Any = "1f1b", chunks: int = 1) -> Choice:
@@ -234,8 +232,8 @@ def test_in_a_browser_nothing_is_wider_than_the_window(tmp_path: Path, width: in
     path = tmp_path / "page.html"
     path.write_text(page.render(report_of(choice_of(8, 64))).replace("</body>", f"{measure}</body>"))
     assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    command += [f"--window-size={width},1000", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
+    command = [BROWSER, *WORDS, f"--user-data-dir={tmp_path}/profile", f"--window-size={width},1000"]
+    command += ["--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
     found = re.search(r"<title>measured (-?\d+) (\d+) (\d+)</title>", drawn)
     assert found, drawn[:500]
