@@ -12,6 +12,8 @@ import pytest
 from harness import run
 
 sys.path.insert(0, str(Path(__file__).parent / "ps"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "site"))
+import messages
 from serving import served
 
 ROOT = Path(__file__).parent.parent
@@ -52,3 +54,13 @@ def test_block_runs(ranks: int, name: str, source: str, tmp_path: Path) -> None:
 
 def test_there_are_blocks() -> None:
     assert len(blocks()) >= 5
+
+
+def test_the_list_of_messages_has_those_that_functions_make() -> None:
+    files = ("errors.py", "checkpoint/faults.py", "checkpoint/save.py", "parallel/pipeline/stage.py", "ps/shard.py")
+    lines = messages.listed(messages.PACKAGE / file for file in files).splitlines()
+    assert "- *Damaged*: cannot read {path}: {...}; {advice}" in lines
+    assert any(line.startswith("- *CheckpointError*: cannot write {path}: rank 0 made it, but") for line in lines)
+    assert "- *PeerLost*: server {...} is going" in lines  # one of two texts
+    assert any(line.startswith("- *UsageError*: {what} needs a value that it did not need when") for line in lines)
+    assert not any(line.startswith("- *_") for line in lines)  # functions that make errors are no classes
