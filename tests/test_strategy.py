@@ -480,6 +480,11 @@ def test_memory_of_replicas_that_share_out() -> None:
     assert "Memory" not in Strategy(shard=2).explain(network(), ranks=1)
 
 
+def test_what_is_done_by_itself_is_told_in_full() -> None:
+    (said,) = [line for line in Strategy().explain().splitlines() if line.strip().startswith("fast")]
+    assert {"compile", "bf16", "pad", "graphs"} <= set(said.replace(",", "").split())
+
+
 def test_without_a_model_figures_are_per_parameter() -> None:
     text = Strategy(dgc=True, fp16_allreduce=True).explain(ranks=5)
     assert section(text, "Sent") == {

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from echelon.strategy.parts import Fast
+
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
@@ -20,7 +22,8 @@ def table(strategy: Strategy) -> str:
         if field.name == "sync_batch_norm" and value is None:
             rows.append((field.name, "yes, except where ranks step alone"))
         elif field.name == "fast" and value is None:
-            rows.append((field.name, "by itself, on GPUs: compile, bf16, channels last, fused optimizers"))
+            parts = ", ".join(part.name for part in dataclasses.fields(Fast))
+            rows.append((field.name, f"by itself, on GPUs: {parts}"))
         elif value == field.default and not dataclasses.is_dataclass(value):
             off.append(field.name)
         else:
