@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from harness import run
+from typer.main import get_command
+
+from echelon.cli import app
+from echelon.environment import PADDLE_HOSTS
 
 sys.path.insert(0, str(Path(__file__).parent / "ps"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "site"))
@@ -54,6 +58,15 @@ def test_block_runs(ranks: int, name: str, source: str, tmp_path: Path) -> None:
 
 def test_there_are_blocks() -> None:
     assert len(blocks()) >= 5
+
+
+def test_every_option_of_run_is_on_its_page_with_the_variables_it_heeds() -> None:
+    page = (ROOT / "docs" / "launch.md").read_text()
+    options = {option: each for each in get_command(app).commands["run"].params for option in each.opts}  # type: ignore[attr-defined]
+    assert [name for name in options if name.startswith("-") and not re.search(f"`{name}(?![a-z-])", page)] == []
+    for variable in PADDLE_HOSTS:
+        assert variable in str(options["--nnodes"].show_default)
+        assert variable in page
 
 
 def test_the_list_of_messages_has_those_that_functions_make() -> None:

@@ -22,7 +22,7 @@ Nnodes = Annotated[
     str | None,
     typer.Option(
         help="Number of hosts; 2:8 for a job that goes on while at least 2 are there and takes in up to 8.",
-        show_default="PADDLE_TRAINERS_NUM, or 1",
+        show_default="PADDLE_NUM_TRAINERS or PADDLE_TRAINERS_NUM, or 1",
     ),
 ]
 NodeRank = Annotated[int | None, typer.Option(help="This host's place among the hosts; 0 is the one at --master.")]
