@@ -22,6 +22,7 @@ from echelon.environment import VERIFY
 from echelon.plan import make_plan
 from echelon.slices import Slices
 from echelon.verify.batches import describe, joined, read_batch, together, write_batch
+from echelon.verify.events import put_together
 from echelon.verify.expected import expected
 from echelon.verify.judge import Verdict, judge, reconsidered
 from echelon.verify.measure import Difference, gradient_differences, rounding, weight_differences
@@ -228,7 +229,8 @@ def adversaries(
             fake = nets.generator(torch.randn(len(real), 4))
             engine.backward(F.softplus(-nets.judge(F.dropout(real, noise))).mean())
             if penalty:
-                mixed = torch.lerp(real, fake.detach(), torch.rand(len(real), 1)).requires_grad_()
+                others = fake.detach()[torch.randperm(len(real))]  # of the rank's own rows
+                mixed = torch.lerp(real, others, torch.rand(len(real), 1)).requires_grad_()
                 [slope] = torch.autograd.grad(nets.judge(mixed).sum(), mixed, create_graph=True)
                 engine.backward(slope.square().sum(1).mean())
             engine.backward(F.softplus(nets.judge(fake.detach())).mean())
@@ -524,6 +526,28 @@ def test_a_global_batch_is_the_rows_of_all_in_order() -> None:
     assert joined([{"x": a, "side": side}, {"x": b, "side": 2 * side}]) is None
 
 
+def test_texts_of_rows_are_joined_as_rows_are() -> None:
+    """Else batch norm would see the replicas' batches one by one, and be blamed for it."""
+    a, b = torch.randn(2, 3), torch.randn(3, 3)
+    whole = joined([{"x": a, "files": ["a", "b"], "size": (3, 3)}, {"x": b, "files": ["c", "d", "e"], "size": (3, 3)}])
+    assert (whole["files"], whole["size"]) == (["a", "b", "c", "d", "e"], (3, 3))
+    whole = joined([(a, ("a", "a"), None), (a, ("a", "a"), None)])
+    assert whole[1:] == (("a", "a", "a", "a"), None)
+    assert torch.equal(whole[0], torch.cat([a, a]))
+    assert joined([(a, ["a"]), (b, ["c", "d"])]) is None
+    assert joined([{"seed": 1}, {"seed": 2}]) is None  # nothing has rows
+
+
+def test_draws_of_the_ranks_are_put_together_as_their_rows_are() -> None:
+    first, second, own = torch.tensor([1, 0]), torch.tensor([2, 0, 1]), torch.arange(5)
+    together_ = put_together([first, second], own, [2, 3], order=True)
+    assert together_ is not None
+    assert together_.tolist() == [1, 0, 4, 2, 3]  # rows of the second rank are taken from its own
+    noise = torch.randn(4)
+    assert put_together([noise, noise], noise, [4, 4]) is noise  # one for each feature, drawn alike everywhere
+    assert put_together([noise, -noise], noise, [3, 3]) is None
+
+
 def test_weights_of_pieces_add_up_to_the_mean_over_all() -> None:
     rows = [torch.randn(n, 2) for n in (4, 3)]
     batches = [(value,) for value in rows]
@@ -587,6 +611,26 @@ def test_dropout_is_switched_off_wherever_it_is() -> None:
     assert torch.equal(model.train()(x), model.eval()(x)) or torch.allclose(
         model.train()(x), model.eval()(x), atol=1e-6
     )
+
+
+def test_statistics_that_go_on_are_no_random_numbers() -> None:
+    """Spectral norm, a buffer that counts, a forward that takes gradients itself."""
+
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            x = x.detach().requires_grad_()
+            [slope] = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+            return slope * self.seen
+
+    model, x = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), Slope()), torch.randn(3, 4)
+    model(x)
+    assert unrest(lambda: model(x).mean(), model, x.device) == 0
+    assert float(model[1].seen) == 1
 
 
 def test_a_tolerance_that_is_given_judges_everything() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,30 +118,57 @@ def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int
     return Pieces(tuple(pieces))
 
 
+class _ApartError(Exception):
+    """There is no one batch of these."""
+
+
 def joined(batches: Sequence[Any]) -> Any:
     """One batch with the rows of all; None where that is not plain to see."""
     if len(batches) == 1:
         return batches[0]
-    shapes, leaves = zip(*map(describe, batches), strict=True)
-    if any(shape != shapes[0] for shape in shapes):
+    try:
+        return _joined(batches, [count_samples(batch) for batch in batches])
+    except (_ApartError, DataError):  # DataError: nothing in it has rows
         return None
-    rows = [count_samples(batch) for batch in batches]
-    merged: dict[int, Tensor] = {}
-    for at, alike in enumerate(zip(*leaves, strict=True)):
-        tensor = _merged(alike, rows)
-        if tensor is None:
-            return None
-        merged[at] = tensor
-    return _rebuilt(shapes[0], merged)
 
 
-def _merged(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
+def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise _ApartError
+    if isinstance(first, Tensor):
+        return _merged(values, rows)
+    if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
+            raise _ApartError
+        return {key: _joined([value[key] for value in values], rows) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined_list(values, rows))
+    if any(value != first for value in values):
+        raise _ApartError
+    return first
+
+
+def _joined_list(values: Sequence[Any], rows: Sequence[int]) -> Iterable[Any]:
+    """Texts or numbers that are as many as there are rows are one for each row: names of files, say."""
+    plain = not any(isinstance(inner, Tensor | Mapping | list | tuple) for value in values for inner in value)
+    by_row = plain and all(len(value) == count for value, count in zip(values, rows, strict=True))
+    if by_row and (any(value != values[0] for value in values) or any(isinstance(inner, str) for inner in values[0])):
+        return (inner for value in values for inner in value)
+    if any(len(value) != len(values[0]) for value in values):
+        raise _ApartError
+    return [_joined(alike, rows) for alike in zip(*values, strict=True)]
+
+
+def _merged(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     first = tensors[0]
     if any(t.shape[1:] != first.shape[1:] or t.dim() != first.dim() or t.dtype != first.dtype for t in tensors):
-        return None
+        raise _ApartError
     if first.dim() and all(tensor.shape[0] == count for tensor, count in zip(tensors, rows, strict=True)):
         return torch.cat(list(tensors))
-    return first if all(torch.equal(tensor, first) for tensor in tensors) else None
+    if any(not torch.equal(tensor, first) for tensor in tensors):
+        raise _ApartError
+    return first
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ replicas' rows one below the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -22,8 +23,9 @@ from echelon.watch.activity import activity
 
 Kind = Literal["batch", "end", "draw"]
 
-_MADE = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "randperm")
-_FILLED = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+_MADE = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "randperm",
+         "multinomial", "poisson")  # fmt: skip
+FILLED = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 #: They draw, and put out what their input makes of it: no tensor to take down and hand out again.
 _STRAY = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
 
@@ -38,7 +40,7 @@ class Follower(Protocol):
 
     def batches(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
 
-    def drawn(self, own: Tensor, *, in_place: bool) -> Tensor: ...
+    def drawn(self, own: Tensor, name: str) -> Tensor: ...
 
     def strayed(self, name: str) -> None: ...
 
@@ -79,8 +81,8 @@ class Intake(TorchFunctionMode):
             return found
         if name in _STRAY and _drops(name, tuple(args), kwargs or {}):
             self._follower.strayed(name)
-        elif name in _MADE or name in _FILLED:
-            return self._follower.drawn(found, in_place=name in _FILLED)
+        elif name in _MADE or name in FILLED:
+            return self._follower.drawn(found, name)
         return found
 
 
@@ -117,16 +119,22 @@ def rows_of(batch: Any) -> int | None:
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
-def put_together(drawn: Sequence[Tensor], own: Tensor, rows: Sequence[int | None]) -> Tensor | None:
+def put_together(
+    drawn: Sequence[Tensor], own: Tensor, rows: Sequence[int | None], *, order: bool = False
+) -> Tensor | None:
     """What the replicas drew, one below the other; None where that is no draw of a batch.
 
-    rows: of the replicas' batches, where there are any
+    rows:  of the replicas' batches, where there are any
+    order: of rows (``randperm``), which have others before them in one process
     """
     first = drawn[0]
+    if first.shape == own.shape and all(torch.equal(one, first) for one in drawn):
+        return first  # a generator with the same seed everywhere
     if len(drawn) == 1:
-        return first if first.shape == own.shape else None
+        return None
     if not first.dim() or any(one.shape[1:] != first.shape[1:] or one.dtype != first.dtype for one in drawn):
         return None
-    whole = torch.cat(list(drawn))
+    before = itertools.accumulate((len(one) for one in drawn), initial=0)
+    whole = torch.cat([one + start if order else one for one, start in zip(drawn, before, strict=False)])
     a_row_each = all(count in (None, len(one)) for one, count in zip(drawn, rows, strict=True))
     return whole if whole.shape == own.shape or a_row_each else None

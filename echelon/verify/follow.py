@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.errors import DataError
 from echelon.verify.batches import joined, on_device, read_batch, write_batch
-from echelon.verify.events import Kind, put_together, rows_of
+from echelon.verify.events import FILLED, Kind, put_together, rows_of
 from echelon.verify.question import Question
 
 _OVER = object()
@@ -59,7 +59,7 @@ class Listener:
         finally:
             self.quiet = before
 
-    def drawn(self, own: Tensor, *, in_place: bool) -> Tensor:
+    def drawn(self, own: Tensor, name: str) -> Tensor:
         self._note("draw", own.detach().clone())
         return own
 
@@ -110,12 +110,12 @@ class Repeater:
                 )
             yield whole
 
-    def drawn(self, own: Tensor, *, in_place: bool) -> Tensor:
+    def drawn(self, own: Tensor, name: str) -> Tensor:
         if self._next("draw") is None:
             return own
         found = self._taken()
         rows = self._rows if len(found) == len(self._rows) else [None] * len(found)
-        whole = put_together(found, own, rows)
+        whole, in_place = put_together(found, own, rows, order=name == "randperm"), name in FILLED
         if whole is None or (in_place and whole.shape != own.shape):
             self.strayed(f"random numbers of shape {tuple(own.shape)}, other ones on each rank")
             return own

@@ -37,14 +37,19 @@ def _drops(value: object) -> bool:
 
 
 def unrest(forward: Callable[[], Tensor], model: nn.Module, device: torch.device) -> float:
-    """The relative difference between two passes over one batch. What they leave in buffers is taken back."""
-    kept = [buffer.clone() for buffer in model.buffers()]
-    devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(1)
-        first = float(forward())
-        torch.manual_seed(2)
-        second = float(forward())
-        for buffer, value in zip(model.buffers(), kept, strict=True):
-            buffer.copy_(value)
+    """The relative difference between two passes over one batch. What each leaves in buffers is taken back: statistics
+    that go on are no random numbers. Gradients are on, since a forward may take some itself."""
+    held = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in held if buffer is not None]
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        found = float(forward().detach())
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                module._buffers[name] = buffer.copy_(value)
+        return found
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        first, second = loss(1), loss(2)
     return abs(second - first) / max(abs(first), 1e-30) if first != second else 0.0
