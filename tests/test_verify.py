@@ -19,13 +19,21 @@ import echelon
 from echelon import Strategy, pipeline, split, stage
 from echelon.annotation import collect
 from echelon.environment import VERIFY
+from echelon.parallel.layout import Layout, Part
 from echelon.plan import make_plan
 from echelon.slices import Slices
 from echelon.verify.batches import describe, joined, read_batch, together, write_batch
+from echelon.verify.drift import drifted, sums_of
 from echelon.verify.events import put_together
 from echelon.verify.expected import expected
 from echelon.verify.judge import Verdict, judge, reconsidered
-from echelon.verify.measure import Difference, gradient_differences, rounding, weight_differences
+from echelon.verify.measure import (
+    Difference,
+    gradient_differences,
+    movement_differences,
+    rounding,
+    weight_differences,
+)
 from echelon.verify.outputs import Outputs, output_difference
 from echelon.verify.question import Question
 from echelon.verify.show import as_json, conclusion, notes
@@ -182,6 +190,31 @@ def loss_is_a_sum() -> None:
 
 def noisy() -> None:
     train(Layers(Noisy(8, 8)))
+
+
+class SmallSteps(torch.optim.SGD):
+    """Far below the tolerance of weights, and other ones: on each rank, or for each number of them."""
+
+    by_rank = True
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 1e-4 * (1 + (echelon.rank() if self.by_rank else echelon.world_size()))
+        return super().step(closure)
+
+
+class SmallStepsByNumber(SmallSteps):
+    by_rank = False
+
+
+def small_steps(kind: type[SmallSteps] = SmallSteps) -> None:
+    model = Layers(middle())
+    engine = echelon.distribute(model, optimizer=kind(model.parameters(), lr=1.0), loss=F.cross_entropy)
+    for x, y in batches():
+        engine.step(x, y)
+
+
+def small_steps_by_number() -> None:
+    small_steps(SmallStepsByNumber)
 
 
 def own_statistics() -> None:
@@ -414,6 +447,21 @@ def test_a_backward_that_goes_wrong_is_named_by_the_layer_next_to_it(tmp_path: P
     assert verdict.parting.where in ("first.weight", "first.bias")
 
 
+def test_small_updates_that_are_other_ones_are_seen(tmp_path: Path) -> None:
+    drifted_apart = verified(small_steps, tmp_path / "drift")
+    assert drifted_apart.parting is not None
+    assert (drifted_apart.parting.what, drifted_apart.parting.step) == ("replicas", 1)
+    assert "rank 1 has other values there than rank 0" in conclusion(drifted_apart)
+    elsewhere = verified(small_steps_by_number, tmp_path / "moves")
+    assert elsewhere.parting is not None
+    assert (elsewhere.parting.what, elsewhere.parting.where, elsewhere.parting.step) == ("moves", "first.weight", 1)
+    assert elsewhere.parting.difference == pytest.approx(1 / 3, rel=0.01)
+    assert "'first.weight' (Linear) is apart by 33" in conclusion(elsewhere)
+    for verdict in (drifted_apart, elsewhere):
+        assert verdict.rows[0].weight is not None
+        assert verdict.rows[0].weight.relative < 5e-4, "which is why they were not"
+
+
 def test_a_loss_that_is_a_sum_is_told_from_layers_that_differ(tmp_path: Path) -> None:
     verdict = verified(loss_is_a_sum, tmp_path)
     assert verdict.parting is not None
@@ -459,7 +507,10 @@ def test_inexact_strategies_differ_as_expected(body: Callable[[], None], setting
 
 def test_a_strategy_does_not_excuse_a_layer(tmp_path: Path) -> None:
     """Where replicas step alone, their first forward is still that of one process."""
-    assert verified(alone_now_and_then, tmp_path / "right").status == "expected"
+    right = verified(alone_now_and_then, tmp_path / "right")
+    assert right.status == "expected"
+    assert right.rows[-1].weight is not None
+    assert right.rows[-1].weight.relative > 1e-3  # what is so, and not only what rounding leaves
     verdict = verified(alone_and_by_rank, tmp_path / "wrong")
     assert verdict.status == "differs"
     assert verdict.parting is not None
@@ -581,6 +632,31 @@ def test_weights_leave_out_what_only_rounding_has_moved() -> None:
     assert weight_differences(*weights, entries)["w"] == (0.0, 0.0)
 
 
+def test_movement_is_measured_by_what_training_has_changed() -> None:
+    start, step = torch.randn(50), 1e-5 * torch.randn(50)
+    initial, reference = {"w": start}, {"w": start + step}
+    assert movement_differences({"w": start + 2 * step}, reference, initial, {}, 1)["w"] == pytest.approx(0.5, rel=0.05)
+    assert movement_differences({"w": start}, {"w": start}, initial, {}, 1) == {"w": 0.0}
+    nudged = torch.nextafter(start + step, torch.tensor(9.0))  # rounded otherwise
+    assert movement_differences({"w": nudged}, reference, initial, {}, 1) == {"w": 0.0}
+    everything = {"w": torch.ones(50, dtype=torch.bool)}
+    assert movement_differences({"w": start + 2 * step}, reference, initial, everything, 1) == {"w": 0.0}
+
+
+def test_ranks_are_compared_where_they_hold_the_same() -> None:
+    rows = [Part(torch.randn(2, 3), Layout((4, 3), {0: ((begin, begin + 2),)})) for begin in (0, 2)]
+    whole, last = torch.randn(5), torch.randn(4)
+    held = [[sums_of("w", rows[rank]), sums_of("b", whole)] for rank in range(2)]
+    assert drifted(held, 1) is None
+    held.append([sums_of("b", torch.nextafter(whole, torch.tensor(9.0))), sums_of("c", last)])
+    assert drifted(held, 1) is None
+    held.append([sums_of("b", whole), sums_of("c", last * (1 + 1e-5))])
+    found = drifted(held, 1)
+    assert found is not None
+    assert (found[0], found[2:]) == ("c", [2, 3])
+    assert found[1] == pytest.approx(2e-5, rel=0.02)
+
+
 def test_outputs_add_up_over_samples_and_say_nothing_where_they_do_not() -> None:
     model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(6, 4)
 
@@ -634,7 +710,7 @@ def test_statistics_that_go_on_are_no_random_numbers() -> None:
 
 
 def test_a_tolerance_that_is_given_judges_everything() -> None:
-    step = {"loss": 1.0, "gradients": {"w": [1e-3, 2e-3]}, "weights": {"w": [0.0, 0.0]}}
+    step = {"loss": 1.0, "gradients": {"w": [1e-3, 2e-3]}, "weights": {"w": [0.0, 0.0]}, "moves": {}}
     plan = {
         "steps": [{"loss": 1.0}], "outputs": {}, "silenced": [], "ranks": 2, "replicas": 2, "mesh": {"replicate": 2},
         "apart": False, "micro": 1,
@@ -647,4 +723,8 @@ def test_a_tolerance_that_is_given_judges_everything() -> None:
     assert judge({**plan, "expected": []}, reference).status == "differs"
     assert judge(plan, reference, 1e-5).status == "differs"
     assert judge(plan, reference, 1e-3).status == "same"
+    nan = {"outputs": {"a": [1.0, math.nan, math.nan]}}
+    broken = judge({**plan, **nan, "expected": []}, {**reference, "outputs": [["a", [1.0, 1.0, 1.0]]]})
+    assert broken.parting is not None
+    assert (broken.parting.what, broken.parting.where) == ("outputs", "a")
     assert '"relative": 0.002' in as_json(judge(plan, reference))

@@ -17,6 +17,7 @@ from echelon.parallel.layout import Part
 from echelon.parallel.tally import StagedTally, Tally
 from echelon.parallel.whole import put_together, whole_state
 from echelon.verify.batches import Pieces
+from echelon.verify.drift import Held, sums_of
 from echelon.verify.wide import widened
 from echelon.verify.witness import Witness
 
@@ -125,6 +126,11 @@ class Witnessed(Engine):
         held = self._assembled().holdings
         with self._company.explained(), self._one.shown():
             return whole_state(held, self.world.control, self._holds_parts)
+
+    def held_sums(self) -> list[Held]:
+        """Of the parameters that this rank steps on."""
+        held = self._assembled().holdings
+        return [sums_of(name, held.part(name, value.detach())) for name, value in held.parameters.items()]
 
     @property
     def _holds_parts(self) -> bool:

@@ -11,7 +11,11 @@ from echelon.verify.expected import LOOSER, TOLERANCE, Expected
 from echelon.verify.measure import Difference, relative
 from echelon.verify.outputs import output_difference
 
-What = Literal["outputs", "loss", "gradients", "weights"]
+What = Literal["outputs", "loss", "gradients", "replicas", "weights", "moves"]
+
+#: An update that is off by more than this part of all that training has changed is another one, however small it is
+#: beside the weights. Rounding is far below, but for what trust ratios of LAMB make of gradients that are zero.
+ASTRAY = 0.25
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Limits:
     loss: float
     gradients: float
     weights: float
+    moves: float
 
     @property
     def first_loss(self) -> float:
@@ -97,7 +102,8 @@ def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: floa
     whatever the strategy explains."""
     reasons = tuple(Expected(**one) for one in plan["expected"])
     base = tolerance if tolerance is not None else TOLERANCE
-    exact = Limits(base, base, LOOSER * base, LOOSER * base)
+    moves = math.inf if reasons else max(ASTRAY, LOOSER * base)
+    exact = Limits(base, base, LOOSER * base, LOOSER * base, moves)
     case = _Case(plan, reference)
     parting = case.parting(exact)
     status: Literal["same", "expected", "differs"] = "same" if parting is None else "differs"
@@ -142,6 +148,7 @@ def _widened(exact: Limits, reasons: Iterable[Expected]) -> Limits:
         loss=most(exact.loss, (one.loss for one in reasons)),
         gradients=most(exact.gradients, (one.gradients for one in reasons)),
         weights=most(exact.weights, (one.weights for one in reasons)),
+        moves=exact.moves,
     )
 
 
@@ -170,7 +177,7 @@ class _Case:
     def parting(self, limits: Limits) -> Parting | None:
         """The first thing beyond them, in the order in which a step computes it."""
         for name, far in self.outputs.items():
-            if far > limits.outputs:
+            if not far <= limits.outputs:  # nor is what is no number
                 return Parting(1, "outputs", name, self._kind(name), far)
         for at, (mine, one) in enumerate(self._steps()):
             found = self._in_step(at, mine, one, limits)
@@ -182,15 +189,28 @@ class _Case:
         far = relative(mine["loss"], one["loss"])
         if not far <= (limits.first_loss if at == 0 else limits.loss):
             return Parting(at + 1, "loss", "", "", far, self._about_loss(mine, one["loss"]))
+        return (
+            self._beyond(at, "gradients", one["gradients"], limits.gradients)
+            or self._drifted(at, mine.get("drift"))
+            or self._beyond(at, "weights", one["weights"], limits.weights)
+            or self._beyond(at, "moves", {name: (far, far) for name, far in one["moves"].items()}, limits.moves)
+        )
+
+    def _beyond(self, at: int, what: What, found: Mapping[str, Sequence[float]], limit: float) -> Parting | None:
+        beyond = [name for name, apart in found.items() if not apart[1] <= limit]
+        if not beyond:
+            return None
         # backward begins at the loss: of gradients that part, the last layer's are the first to
-        for what, last in (("gradients", True), ("weights", False)):
-            beyond = [name for name, apart in one[what].items() if not apart[1] <= getattr(limits, what)]
-            if beyond:
-                name = sorted(beyond, key=self._at)[-1 if last else 0]
-                hint = "" if math.isfinite(one[what][name][1]) else "it is there on one side only, or not finite"
-                kind = self._kind(name.rpartition(".")[0])
-                return Parting(at + 1, "gradients" if last else "weights", name, kind, one[what][name][1], hint)
-        return None
+        name = sorted(beyond, key=self._at)[-1 if what == "gradients" else 0]
+        hint = "" if math.isfinite(found[name][1]) else "it is there on one side only, or not finite"
+        return Parting(at + 1, what, name, self._kind(name.rpartition(".")[0]), found[name][1], hint)
+
+    def _drifted(self, at: int, drift: Sequence[Any] | None) -> Parting | None:
+        if not drift:
+            return None
+        name, far, one, other = drift
+        hint = f"rank {other} has other values there than rank {one}"
+        return Parting(at + 1, "replicas", name, self._kind(name.rpartition(".")[0]), far, hint)
 
     def _about_loss(self, step: Mapping[str, Any], reference: float) -> str:
         replicas, mine = self._plan["replicas"], step["loss"]

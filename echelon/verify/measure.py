@@ -15,6 +15,8 @@ FLOOR = 0.1
 #: An entry whose two gradients are further apart than this part of it is nothing but rounding. Adam makes full steps of
 #: such an entry, in any direction.
 ROUNDING = 0.01
+#: Entries are rounded in every update, each time by some of the last digit.
+LAST_DIGITS = 4.0
 #: A parameter with more of them than this is worth a word.
 MANY = 0.1
 
@@ -56,6 +58,27 @@ def weight_differences(
         apart = mine[name].double() - value.double()
         apart = apart.masked_fill(left_out[name], 0.0) if name in left_out else apart
         found[name] = Difference(_largest(apart), _over(_mean_size(apart), max(scales[name], floor)))
+    return found
+
+
+def movement_differences(
+    mine: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
+    left_out: Mapping[str, Tensor],
+    updates: int,
+) -> dict[str, float]:
+    """By parameter of ``initial``, how far it is apart beside how far training has moved it: small steps say nothing
+    beside the weights themselves. What rounding may come to in so many updates is nothing."""
+    found: dict[str, float] = {}
+    for name, start in initial.items():
+        if name not in mine or mine[name].shape != start.shape or name not in reference:
+            continue  # of which the weights tell
+        apart = mine[name].double() - reference[name].double()
+        far = _mean_size(apart.masked_fill(left_out[name], 0.0) if name in left_out else apart)
+        digits = LAST_DIGITS * updates * torch.finfo(mine[name].dtype).eps * _mean_size(reference[name])
+        moved = max(_mean_size(one[name].double() - start.double()) for one in (mine, reference))
+        found[name] = _over(far, moved) if far > digits else 0.0
     return found
 
 

@@ -17,6 +17,7 @@ from echelon.errors import DataError
 from echelon.nn.moe import MoE
 from echelon.plan.make import batch_norm_names
 from echelon.verify.batches import describe, write_batch
+from echelon.verify.drift import drifted
 from echelon.verify.events import Intake, follow
 from echelon.verify.expected import expected
 from echelon.verify.follow import Listener
@@ -133,12 +134,19 @@ class Recorder(Witness):
 
     def applied(self, engine: Witnessed) -> None:
         self._store(engine, f"weights-{len(self._steps)}.safetensors", engine.whole_weights())
-        self._steps.append({"loss": mean_loss(self._losses)[0], "optimizer": self._updated, "shares": self._shares})
+        told = {"optimizer": self._updated, "shares": self._shares, "drift": self._drift(engine)}
+        self._steps.append({"loss": mean_loss(self._losses)[0], **told})
         self._losses = []
         if engine.world.rank == 0:
             self.question.note("steps", len(self._steps))
         if len(self._steps) == self.question.steps:
             self._end(engine)
+
+    def _drift(self, engine: Witnessed) -> list[Any] | None:
+        """Where ranks that hold the same weights hold different ones after this update."""
+        if engine.steps_alone:  # as they should
+            return None
+        return drifted(gathered(engine, engine.held_sums()), len(self._steps) + 1)
 
     def _store(self, engine: Witnessed, name: str, tensors: dict[str, Tensor]) -> None:
         if engine.world.rank == 0:

@@ -120,7 +120,12 @@ def parted(parting: Parting) -> str:
     if parting.what == "gradients":
         up_to = f"losses are the same up to step {parting.step}"
         return f"{up_to}; in its backward the gradient of {where} parts first, by {far}{hint}"
-    return f"gradients are the same up to step {parting.step}; its update leaves {where} {far} apart{hint}"
+    up_to = f"gradients are the same up to step {parting.step}; its update"
+    if parting.what == "replicas":
+        return f"{up_to} leaves the replicas with different weights, {where} first{hint}"
+    if parting.what == "moves":
+        return f"{up_to} is another one: {where} is apart by {far} of what training has changed there{hint}"
+    return f"{up_to} leaves {where} {far} apart{hint}"
 
 
 def _within(rows: Sequence[Row]) -> str:
