@@ -6,6 +6,7 @@ Processes are forked, so that functions of cells, and the data they close over, 
 from __future__ import annotations
 
 import atexit
+import codecs
 import contextlib
 import ctypes
 import gc
@@ -107,6 +108,7 @@ class _Rank:
     result: Connection
     output: Connection
     printed: bytearray = field(default_factory=bytearray)
+    letters: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf8")("replace"))
     ended: _End | None = None
 
 
@@ -286,16 +288,25 @@ def _take(rank: _Rank, source: Any) -> bool:
         _show(rank, data)
         return bool(data)
     try:
-        rank.ended = _End(*pickle.loads(source.recv_bytes()))  # from our own child
-    except EOFError:
+        told = source.recv_bytes()
+    except (EOFError, OSError):  # it is gone, before what it had to tell or within it
         rank.ended = rank.ended or _End(error=_death(rank))  # no echo of another's, so the first
         return False
+    rank.ended = _unpacked(told)
     return True
+
+
+def _unpacked(told: bytes) -> _End:
+    try:
+        return _End(*pickle.loads(told))  # from our own child
+    except Exception as error:
+        what = f"what it returned cannot be put together again here ({type(error).__name__}: {error})"
+        return _End(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
 
 
 def _show(rank: _Rank, data: bytes) -> None:
     if rank.number == 0:
-        sys.stdout.write(data.decode(errors="replace"))
+        sys.stdout.write(rank.letters.decode(data, final=not data))  # a read may end within a letter
         sys.stdout.flush()
     else:
         rank.printed = (rank.printed + data)[-KEPT:]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import sys
 import threading
 import time
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 import echelon
 from echelon import environment, launch
 from echelon.errors import UsageError
-from echelon.notebook import LaunchError
+from echelon.notebook import LaunchError, _Rank, _take
 
 
 def training(x: Tensor, y: Tensor) -> tuple[int, list[float], Tensor]:
@@ -47,12 +49,36 @@ def test_ranks_give_the_numbers_of_one_process() -> None:
 
 
 def test_results_come_in_rank_order_and_only_rank_0_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "█" * 50_000  # more than one read, which ends within a letter
+
     def speak(word: str, times: int) -> int:
-        print(f"{word} from {echelon.rank()}")
+        print(f"{word} from {echelon.rank()} {long}")
         return times * echelon.rank()
 
     assert launch(speak, "hello", procs=3, times=7) == [0, 7, 14]
-    assert capsys.readouterr().out == "hello from 0\n"
+    assert capsys.readouterr().out == f"hello from 0 {long}\n"
+
+
+class Stubborn:
+    """Goes out, and does not come in."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_result_that_does_not_arrive_is_one_line() -> None:
+    with pytest.raises(LaunchError, match="rank 0 of 1 failed: what it returned cannot be put together again here"):
+        launch(Stubborn, procs=1)
+    reading, telling = Pipe(duplex=False)
+    os.write(telling.fileno(), struct.pack("!i", 100) + b"half a message")
+    telling.close()
+    output, printing = Pipe(duplex=False)
+    rank = _Rank(0, os.posix_spawn("/bin/sh", ["sh", "-c", "exit 3"], {}), reading, output)
+    assert not _take(rank, reading)
+    assert rank.ended is not None
+    assert rank.ended.error == "it ended with exit code 3"
+    for end in (reading, output, printing):
+        end.close()
 
 
 def fails(how: str) -> None:
