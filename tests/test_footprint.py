@@ -158,6 +158,32 @@ def test_activations_are_what_autograd_keeps(case: str, amp: Any) -> None:
     assert {row.name for row in found.modules} >= {LOSS}
 
 
+class Looking(nn.Module):
+    """At values, of which placeholders have none; and a layer whose kernel keeps what it alone knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.memory, self.head = nn.Linear(6, 8), nn.LSTM(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        if hidden.abs().max() > 1e9 or float(hidden.detach().sum()) > 1e9:
+            hidden = hidden * 2
+        return self.head(self.memory(hidden)[0])
+
+
+def test_a_forward_may_look_at_values_and_what_is_not_counted_is_said() -> None:
+    model, batch = Looking(), (torch.randn(SAMPLES, 6), torch.randint(0, 4, (SAMPLES,)))
+    looked = profile(model, batch, loss=F.cross_entropy, device="cpu")
+    found = find_footprint(looked, Job(samples=SAMPLES), "adam")
+    by_name = {row.name: row for row in found.modules}
+    assert by_name["head"].parameters == sum(map(_bytes, model.head.parameters()))
+    assert by_name["inner"].activations == _bytes(batch[0])
+    assert any(note.startswith("LSTM layers keep more than is counted") for note in found.notes)
+    looked, *_ = profiled("words")
+    assert not any("LSTM" in note for note in find_footprint(looked, Job(samples=SAMPLES), "adam").notes)
+
+
 def test_recomputed_blocks_keep_what_they_are_given() -> None:
     looked, *_ = profiled("words")
     jobs = Job(samples=SAMPLES, strategy=Strategy(recompute=True)), Job(samples=SAMPLES)

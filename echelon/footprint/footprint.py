@@ -132,5 +132,10 @@ def _notes(spread: Spread) -> Iterator[str]:
         yield "the parts of a split differ: activations and the peak are reckoned for the first rank's"
     if spread.rough:
         yield "several modules are recomputed together: the peak is rough, within some 20 %"
+    if any(isinstance(module, nn.LSTM) for module in spread.profile.model.modules()):
+        yield (
+            "LSTM layers keep more than is counted: what the library's kernels keep for backward is known to them "
+            "alone, and is several times the layer's output"
+        )
     if plan.local is not None or plan.dgc is not None:
         yield "what LocalSGD and DGC keep beside the weights is in 'exchange', as plans count it"

@@ -88,8 +88,7 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
         seen = _Keeping(shadow.model, segments, plan.stages.units if plan.stages else {}, batch)
         for context in (placeholder_mode(), random_numbers_kept(), torch.enable_grad()):
             within_all.enter_context(context)
-        if split > 1:
-            within_all.enter_context(Trace())  # answers messages to nobody
+        within_all.enter_context(Trace())  # answers messages to nobody, and who looks at values
         within_all.enter_context(seen.watching())
         if profile.device == "cuda":
             within_all.enter_context(AsOnGpu())
