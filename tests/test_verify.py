@@ -376,6 +376,7 @@ def test_exact_plans_are_the_same(body: Callable[[], None], tmp_path: Path) -> N
         assert row.gradient is not None
         assert row.weight is not None
         assert max(row.gradient.relative, row.weight.relative) < 2e-5
+    assert not verdict.alike
     if body is not own_loss:
         assert verdict.silenced == ("drop",)
         assert verdict.compared[0] >= 2  # outputs of some layers, too, whatever the plan
@@ -468,6 +469,7 @@ def test_a_loss_that_is_a_sum_is_told_from_layers_that_differ(tmp_path: Path) ->
     assert (verdict.parting.what, verdict.parting.step) == ("loss", 1)
     assert verdict.rows[0].reference == pytest.approx(2 * verdict.rows[0].loss, rel=1e-5)
     assert "a sum, not a mean?" in conclusion(verdict)
+    assert any(line.startswith("all replicas were given the same samples in every step") for line in notes(verdict))
 
 
 def test_random_numbers_are_noticed(tmp_path: Path) -> None:

@@ -118,6 +118,15 @@ def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int
     return Pieces(tuple(pieces))
 
 
+def alike(batches: Sequence[Any]) -> bool:
+    """Whether they are several, and one and the same."""
+    (shape, first), *others = (describe(batch) for batch in batches)
+    return bool(others) and all(
+        other == shape and all(torch.equal(a, b) for a, b in zip(first, leaves, strict=True))
+        for other, leaves in others
+    )
+
+
 class _ApartError(Exception):
     """There is no one batch of these."""
 

@@ -74,6 +74,7 @@ class Verdict:
     compared: how many of how many modules put out something that adds up over ranks, and was compared
     passes:   in how many one process took a global batch, and why
     stray:    what drew random numbers in a loop of its own that could not be followed
+    alike:    all replicas were given the same samples
     unseen:   nothing of what a loop of its own takes in was seen
     wide:     the steps once more in 64 bits, where the runs parted in 32 and are the same there
     """
@@ -95,6 +96,7 @@ class Verdict:
     wide: tuple[Row, ...] = ()
     stray: tuple[str, ...] = ()
     unseen: bool = False
+    alike: bool = False
 
 
 def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
@@ -126,6 +128,7 @@ def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: floa
         passes=reference["passes"],
         why=_why(plan),
         stray=tuple(sorted({*plan.get("stray", ()), *reference.get("stray", ())})),
+        alike=bool(reference.get("alike")),
         unseen=bool(plan.get("own_loop")) and not plan["events"],
     )
 

@@ -16,7 +16,7 @@ from echelon.data import Loader
 from echelon.slices import Slices
 from echelon.strategy import Strategy
 from echelon.terms import Terms
-from echelon.verify.batches import Pieces, on_device, read_batch, together
+from echelon.verify.batches import Pieces, alike, on_device, read_batch, together
 from echelon.verify.events import Intake, follow
 from echelon.verify.expected import LOOSER, TOLERANCE
 from echelon.verify.follow import Repeater
@@ -57,6 +57,7 @@ class Replayer(Witness):
         self._rounding: dict[str, Tensor] = {}  # entries of parameters that tell nothing any more
         self._options = ""  # where the script gives one process another learning rate, say
         self._pieces = Pieces(())
+        self._alike = True  # the replicas' batches, so far
         self._loop: Repeater | None = None
         self._listening = contextlib.ExitStack()
         self._added = 0.0
@@ -99,6 +100,7 @@ class Replayer(Witness):
         counted = [(int(replica), samples) for replica, samples in self._told["calls"][self._calls] if samples]
         paths = [self.question.file(f"batch-{self._calls}-{replica}.safetensors") for replica, _ in counted]
         batches = [on_device(read_batch(path), engine.world.device) for path in paths]
+        self._alike = self._alike and alike(batches)
         counts = [samples for _, samples in counted]
         self._calls += 1
         self._pieces = together(batches, counts, apart=self._told["apart"], micro=self._told["micro"])
@@ -192,6 +194,7 @@ class Replayer(Witness):
                 "outputs": list(self._found.items()),
                 "kinds": kinds,
                 "unrest": restless,
+                "alike": self._alike and not own_loop,
                 "rounding": mostly(self._rounding),
                 "options": self._options,
                 "passes": 1 if own_loop else len(self._pieces.pieces),

@@ -70,6 +70,11 @@ def notes(verdict: Verdict) -> Iterator[str]:
             f"random numbers are in play: one process that computes a batch twice gets losses {size(verdict.unrest)} "
             "apart; switch off what draws them (functional dropout, noise, sampling) to verify the rest"
         )
+    if verdict.alike:
+        yield (
+            "all replicas were given the same samples in every step, and so was one process, once for each; let each "
+            "rank have its own: take engine.loader(), or a sampler that goes by the rank"
+        )
     if verdict.unseen:
         yield (
             "the loop's batches come neither from a loader nor from torch's random numbers, so that one process could "
