@@ -65,10 +65,9 @@ class Pulled:
 
     def rows(self) -> dict[str, Floats]:
         """By table, the rows in the order in which their ids were asked for. Waits for the answers."""
-        since = monotonic() if activity.recorder is not None else 0.0
+        since = monotonic()
         frames = [answer.result() for answer in self.answers]
-        if activity.recorder is not None:
-            activity.recorder.served("pull", since)
+        activity.served("pull", since)
         self.versions = [int(frame.head["version"]) for frame in frames]
         self.dense = [frame.arrays[1] for frame in frames if len(frame.arrays) > 1]
         at = [0] * len(frames)
@@ -237,10 +236,9 @@ class Client:
         Others may have been answered, too. They are left: what a step sees must not depend on who was quick.
         """
         while len(self._under_way) > leave:
-            since = monotonic() if activity.recorder is not None else 0.0
+            since = monotonic()
             answers = self._gather(self._under_way.popleft())
-            if activity.recorder is not None:
-                activity.recorder.served("push", since)
+            activity.served("push", since)
             self.staleness += [int(answer.head.get("staleness", 0)) for answer in answers]
             if all(answer.arrays for answer in answers):
                 self._newest = [answer.arrays[0] for answer in answers]

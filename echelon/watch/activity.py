@@ -37,7 +37,7 @@ class Activity:
     calls:  how many calls there were
     wait:   what the training thread waits in now
     counts: how many waits of each kind there were with each circle of ranks
-    waited: seconds spent in waits
+    waited: seconds spent in waits, for parameter servers' answers too
     busy:   seconds of this rank's own work by phase, waits for others left out
     alike:  the ranks whose part of a step is like this one's
     recorder: notes all of it while steps are recorded for a timeline
@@ -69,6 +69,12 @@ class Activity:
         if self.recorder is not None:
             self.recorder.lap(phase, now)
         return now
+
+    def served(self, kind: str, since: float) -> None:
+        """The training thread has waited for parameter servers since then; ``kind``: pull or push."""
+        self.waited += monotonic() - since
+        if self.recorder is not None:
+            self.recorder.served(kind, since)
 
     def passed(self, phase: str) -> None:
         """The same on a GPU, where the host's time tells nothing of the work."""

@@ -48,7 +48,7 @@ def ranks(run: Run) -> Ranks | None:
     there = {rank: steps for rank, steps in run.ranks.items() if steps}
     if not there:
         return None
-    phases = {rank: _phases(steps) for rank, steps in there.items()}
+    phases = {rank: _phases(steps, served=bool(run.servers)) for rank, steps in there.items()}
     widest = max(sum(each.values()) for each in phases.values())
     hosts = {each.rank: each.host for each in run.facts.ranks} if run.facts else {}
     found = [
@@ -67,10 +67,10 @@ def ranks(run: Run) -> Ranks | None:
     return Ranks(shown, verdict(found, slowest), _table(shown, slowest), len(found) - len(shown), _charts(there))
 
 
-def _phases(steps: Sequence[RankStep]) -> dict[str, float]:
+def _phases(steps: Sequence[RankStep], served: bool) -> dict[str, float]:
     counted = steps[1:] or steps
     waited = fmean(each.waited or 0.0 for each in counted)
-    return without_waits(mean_phases([each.phases for each in steps]), waited)
+    return without_waits(mean_phases([each.phases for each in steps]), waited, served)
 
 
 def slowest_of(found: Sequence[Compared]) -> Compared | None:
