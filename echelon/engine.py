@@ -345,7 +345,7 @@ class Engine:
             self.served.leave(error is None, self.say if self.worker == 0 else None)
         if self._timeline is not None:
             self._timeline.close(self)
-        self._watch.close()
+        self._watch.close(error)
         self._keeper.wait()
         if self._memories is not None:
             self._memories.close()
@@ -392,12 +392,12 @@ class Engine:
 
     def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally | StagedTally) -> None:
         """Gradients are ready."""
+        samples = self._examples()
         rate = self._updates.begin(optimizers)
         if not self._updates.empty:
             self._update_weights(optimizers)
         elif self.served is not None:
             self.served.skip()
-        samples = tally.samples * (self.plan.replicas if self._local else 1)
         for news in self._updates.end(self.steps + 1, tally.local, rate):
             self.say(f"step {self.steps + 1}: {news}")
         self.steps += 1
@@ -414,6 +414,16 @@ class Engine:
             self.save()
         if self._memories is not None:
             self._memories.after(self.steps)
+
+    def _examples(self) -> Tensor | float | None:
+        """Samples of all ranks, in all passes that were merged; None where nobody has said how many. Ranks that step
+        alone are taken to be alike."""
+        if not self._passes.counted:
+            return None
+        alone = self.plan.replicas if self._local else 1
+        if self.served is not None and self.world.control is None:
+            alone = self.served.workers
+        return self._gradients.merged_samples * alone
 
     def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         if self._memories is not None:

@@ -62,6 +62,7 @@ class TrainingPasses:
         # Of all ranks that work on one batch, one speaks for it.
         self.speaks = self._is_last and (parts.plan.spread or grid.at["split"] == 0)
         self.has_own_loop = False  #: of the user
+        self.counted = True  #: whether it is known for how many samples the last pass stands
         self._given = torch.zeros(())  # sum of the losses that ``add`` was given since ``reduce``
         self._told: list[float | None] = []  # and the samples, each time
         self._replicas = parts.plan.replicas
@@ -78,6 +79,7 @@ class TrainingPasses:
         else:
             tally = self._by_stages(batch, count, step, self._staged)
         self._note(step, tally)
+        self.counted = True
         return tally
 
     def add(self, loss: Tensor, samples: float | None = None) -> None:
@@ -97,6 +99,7 @@ class TrainingPasses:
         told = self._told[0] if self._told else None
         if None not in (told, samples) and told != samples:
             raise UsageError(f"update() was given samples={samples}, but backward() samples={told}; give it to one")
+        self.counted = told is not None or samples is not None
         weight = next((known for known in (told, samples) if known is not None), 1.0)
         tally = Tally(self._given.to(self._device), weight, self._op, self._group)
         if self._mixes and told is None and samples is not None and tally.samples != weight * self._replicas:

@@ -53,9 +53,40 @@ def test_json_lines_hold_every_figure(ranks: int, tmp_path: Path) -> None:
     assert evaluation["eval_loss"] >= 0
 
 
-def test_merged_steps_count_once(tmp_path: Path) -> None:
+def test_merged_steps_count_once_and_their_examples_all(tmp_path: Path) -> None:
     run(train, str(tmp_path), ranks=1, merge=2)
-    assert [record["step"] for record in records(tmp_path)[:-1]] == [2, 4, 5]
+    second, fourth, fifth = records(tmp_path)[:-1]
+    assert [second["step"], fourth["step"], fifth["step"]] == [2, 4, 5]
+    assert fourth["examples_per_s"] * (fourth["time"] - second["time"]) == pytest.approx(2 * 2 * 4, rel=0.2)
+
+
+def test_a_loop_of_ones_own_has_as_many_examples_as_it_says_or_steps_alone(tmp_path: Path) -> None:
+    for name, samples in (("told", 4.0), ("untold", None)):
+        net = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        log = Log(dir=str(tmp_path / name), every=2, console=False)
+        engine = echelon.distribute(net, optimizer=optimizer, log=log)
+        for _ in range(4):
+            engine.backward(net(torch.ones(4, 3)).square().mean())
+            engine.update(samples=samples)
+        engine.close()
+    first, last = records(tmp_path / "told")
+    assert last["examples_per_s"] * (last["time"] - first["time"]) == pytest.approx(2 * 4, rel=0.2)
+    first, last = records(tmp_path / "untold")
+    assert "examples_per_s" not in last, "nobody has said how many there were"
+    assert last["steps_per_s"] * (last["time"] - first["time"]) == pytest.approx(2, rel=0.2)
+
+
+def test_steps_after_the_last_line_are_in_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = echelon.distribute(net, loss=F.mse_loss, optimizer=optimizer, log=Log(dir=str(tmp_path), every=2))
+    losses = [float(engine.step(torch.ones(4, 3), torch.full((4, 1), float(step)))) for step in range(3)]
+    engine.close()
+    assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(2, losses[1]), (3, losses[2])]
+    own = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in own] == [2, 3]
+    assert "step 3" not in capsys.readouterr().out
 
 
 def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
@@ -73,6 +104,8 @@ def test_the_console_line_reads_well() -> None:
     assert summary(record) == (
         "step 20/100  loss 0.5000  1,234 examples/s  data 1.2 forward 1.2 backward 1.2 communicate 1.2 update 1.2 ms"
     )
+    del record["examples_per_s"]
+    assert summary(record | {"steps_per_s": 12.34}).startswith("step 20/100  loss 0.5000  12.3 steps/s  data")
 
 
 def test_a_log_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ class RankFigures:
         self._waited = activity.waited
         self._due: Callable[[], dict[str, Any]] | None = None
 
-    def take(self, step: int, steps: int, seconds: Callable[[], dict[str, float]]) -> None:
-        """Note ``steps`` steps up to this one. ``seconds``: what each phase took, read later."""
+    def take(self, step: int, steps: int, seconds: Callable[[], dict[str, float]], until: float) -> None:
+        """Note ``steps`` steps up to this one. ``seconds``: what each phase took, read later. ``until``: what
+        ``activity.waited`` was at its end."""
         self.flush()
-        waited, self._waited = activity.waited - self._waited, activity.waited
+        waited, self._waited = until - self._waited, until
         now, (memory, peak) = time.time(), held(self._device)
 
         def complete() -> dict[str, Any]:

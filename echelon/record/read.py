@@ -22,7 +22,10 @@ PHASES = ("data", "forward", "backward", "communicate", "update")
 
 @dataclass(frozen=True)
 class Step:
-    """A record of metrics.jsonl. ``phases``: milliseconds a step, since the record before."""
+    """A record of metrics.jsonl. ``phases``: milliseconds a step, since the record before.
+
+    steps_per_s: where it is not known how many examples there were
+    """
 
     step: int
     total: int | None
@@ -31,6 +34,7 @@ class Step:
     learning_rate: float | None
     examples_per_s: float | None
     phases: dict[str, float] = field(default_factory=dict)
+    steps_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ def _step(record: JSON) -> Step | None:
         learning_rate=number(record, "learning_rate"),
         examples_per_s=number(record, "examples_per_s"),
         phases=_phases(record),
+        steps_per_s=number(record, "steps_per_s"),
     )
 
 

@@ -54,7 +54,7 @@ class Bar:
             tee.show = self._above
 
     def write(self, record: Record) -> None:
-        text = f"loss {record['loss']:.4f}  {record['examples_per_s']:,.0f} examples/s"
+        text = f"loss {record['loss']:.4f}  {speed(record)}"
         self._progress.update(self._task, completed=record["step"], total=record.get("total"), description=text)
         for tee in self._tees[:1]:
             tee.log.write(f"{summary(record)}\n".encode())
@@ -114,7 +114,11 @@ def summary(record: Record) -> str:
     """``step 120/1400  loss 0.2131  5,120 examples/s  data 1.2 forward 20.1 ... ms``"""
     total = f"/{record['total']}" if record.get("total") else ""
     phases = " ".join(f"{phase} {record[phase]:.1f}" for phase in PHASES if phase in record)
-    return (
-        f"step {record['step']}{total}  loss {record['loss']:.4f}  {record['examples_per_s']:,.0f} examples/s  "
-        f"{phases} ms"
-    )
+    return f"step {record['step']}{total}  loss {record['loss']:.4f}  {speed(record)}  {phases} ms"
+
+
+def speed(record: Record) -> str:
+    """In a loop of one's own that does not say of how many samples, steps are all that can be counted."""
+    if "examples_per_s" in record:
+        return f"{record['examples_per_s']:,.0f} examples/s"
+    return f"{record['steps_per_s']:,.1f} steps/s"

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from echelon.errors import UsageError
 from echelon.record.files import surroundings
+from echelon.watch.activity import activity
 from echelon.watch.clock import Seconds, make_clock
 from echelon.watch.foretold import Foretold
 from echelon.watch.late import Late
@@ -22,6 +23,22 @@ from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard
 
 if TYPE_CHECKING:
     from echelon.record.ranks import RankFigures
+
+
+class _Seen(NamedTuple):
+    """A finished step.
+
+    at:     by the clock that speed is measured with
+    waited: seconds until then in which this rank waited for others
+    """
+
+    step: int
+    loss: Tensor
+    rate: float
+    total: int | None
+    time: float
+    at: float
+    waited: float
 
 
 class Watch:
@@ -35,8 +52,9 @@ class Watch:
         self._speaks = rank == 0
         self._sinks: list[Sink] | None = None
         self._due: Callable[[], Record] | None = None
+        self._last: _Seen | None = None  # the newest step, as long as no record has it
         self._steps = 0
-        self._examples: Tensor | float = 0.0
+        self._examples: Tensor | float | None = 0.0  # None: of some step nobody has said how many
         self._since = time.perf_counter()
         self.directory = _directory(log)
         self._figures = _figures(self.directory, rank, device)
@@ -56,46 +74,53 @@ class Watch:
         self.clock.take()
         self._since = time.perf_counter()
 
-    def step(self, step: int, loss: Tensor, examples: Tensor | float, rate: float, total: int | None) -> None:
-        """Note a finished step; every few of them, write a record."""
+    def step(self, step: int, loss: Tensor, examples: Tensor | float | None, rate: float, total: int | None) -> None:
+        """Note a finished step; every few of them, write a record. ``examples``: None where they are not known."""
         if self._due is not None or self._figures is not None:
             self._flush()
         self._steps += 1
+        self._last = _Seen(step, loss, rate, total, time.time(), time.perf_counter(), activity.waited)
         if not self._speaks:
             if step % self._every == 0 or step == total:
-                self._note_own(step, self.clock.take())  # also where nobody reads it: it would grow
-                self._steps = 0
+                self._take(self._last)  # also where nobody reads it: it would grow
             return
         if self._foretold is not None and (came := self._foretold.step()) is not None:
             self._foretold = None
             self.say(came.line)
             self.note({"step": step, **came.record})
-        self._examples = self._examples + examples
+        self._examples = None if self._examples is None or examples is None else self._examples + examples
         if step % self._every and step != total:
             return
-        record: Record = {"step": step, "total": total, "learning_rate": rate, "time": time.time()}
-        self._due = self._pending(record, loss)
+        self._take(self._last)
         if not loss.is_cuda or step == total:
             self._flush()
 
-    def _pending(self, record: Record, loss: Tensor) -> Callable[[], Record]:
+    def _take(self, last: _Seen) -> None:
+        """All since the record before becomes one, which ends with that step."""
+        seconds = functools.cache(self.clock.take())
+        if self._figures is not None:
+            self._figures.take(last.step, self._steps, seconds, last.waited)
+        if self._speaks:
+            self._due = self._pending(last, seconds)
+        self._steps, self._last = 0, None
+
+    def _pending(self, last: _Seen, seconds: Callable[[], Seconds]) -> Callable[[], Record]:
         """The rest of the record is still on its way through the GPU; it is read at the next step."""
-        late, seconds, steps = Late(loss), functools.cache(self.clock.take()), self._steps
-        self._note_own(record["step"], seconds)
+        record: Record = {"step": last.step, "total": last.total, "learning_rate": last.rate, "time": last.time}
+        late, steps = Late(last.loss), self._steps
         examples = Late(self._examples) if isinstance(self._examples, Tensor) else None
-        count, elapsed = self._examples, time.perf_counter() - self._since
-        self._steps, self._examples, self._since = 0, 0.0, time.perf_counter()
+        count, elapsed = self._examples, last.at - self._since
+        self._examples, self._since = 0.0, last.at
 
         def complete() -> Record:
             record["loss"] = late.read()
-            record["examples_per_s"] = (examples.read() if examples else float(count)) / elapsed
+            if count is None:
+                record["steps_per_s"] = steps / elapsed
+            else:
+                record["examples_per_s"] = (examples.read() if examples else float(count)) / elapsed
             return record | {phase: 1e3 * spent / steps for phase, spent in seconds().items()}
 
         return complete
-
-    def _note_own(self, step: int, seconds: Callable[[], Seconds]) -> None:
-        if self._figures is not None:
-            self._figures.take(step, self._steps, seconds)
 
     def _flush(self) -> None:
         if self._figures is not None:
@@ -112,8 +137,14 @@ class Watch:
                 if isinstance(sink, JsonLines | TensorBoard):
                     sink.write({"time": time.time(), **record})
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Steps after the last record are in the files, too; not after an ``error``: the device may never be done."""
         self._flush()
+        if self._last is not None and error is None:
+            self._take(self._last)
+            self._sinks = self._sinks or self._files()  # no bar that would begin with its end
+            if self._due is not None:
+                self.note(self._due())
         if self._figures is not None:
             self._figures.close()
         for sink in self._sinks or []:
@@ -126,11 +157,13 @@ class Watch:
             if self._log.console and self._log.lines:
                 bar = self._log.progress if self._log.progress is not None else _terminal()
                 self._sinks.append(Bar() if bar else Lines())
-            if self.directory is not None:
-                self._sinks.append(JsonLines(self.directory))
-                if self._log.tensorboard:
-                    self._sinks.append(TensorBoard(self.directory))
+            self._sinks += self._files()
         return self._sinks
+
+    def _files(self) -> list[Sink]:
+        if self.directory is None:
+            return []
+        return [JsonLines(self.directory), *([TensorBoard(self.directory)] if self._log.tensorboard else [])]
 
 
 def _directory(log: Log) -> Path | None:

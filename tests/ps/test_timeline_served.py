@@ -12,6 +12,7 @@ from serving import served
 from torch import Tensor, nn
 
 import echelon
+from echelon import record
 from echelon.nn import SparseEmbedding
 from echelon.timeline import files, summarize
 from echelon.timeline.command import conclude
@@ -38,7 +39,7 @@ def train(directory: str) -> int:
         loss=F.mse_loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         strategy=echelon.Strategy(ps=echelon.ParameterServer(mode="sync", prefetch=False)),
-        log=echelon.Log(dir=directory, timeline="3:4", console=False),
+        log=echelon.Log(dir=directory, every=2, timeline="3:4", console=False),
     )
     for _ in range(STEPS):
         engine.step(torch.arange(BATCH) % IDS, torch.ones(BATCH))
@@ -79,3 +80,12 @@ def test_the_launcher_puts_workers_together_that_never_met(recorded: Path) -> No
     by_name = {row["name"]: row for row in figures["communication"]}
     assert by_name["pull (servers)"]["bytes"] == 8 * IDS + 4 * DIM * IDS + 4 * (DIM + 1)
     assert figures["clock_error_ms"] is None, "nobody compared the clocks"
+
+
+def test_speed_is_of_all_workers_and_waiting_for_servers_is_no_work_of_ones_own(recorded: Path) -> None:
+    run = record.read(recorded)
+    second, fourth, _ = run.steps
+    assert fourth.time and second.time and fourth.examples_per_s
+    assert fourth.examples_per_s * (fourth.time - second.time) == pytest.approx(2 * BATCH * 2, rel=0.2)
+    assert [step.step for step in run.ranks[1]] == [2, 4, 5]
+    assert all(0 < (step.waited or 0.0) < sum(step.phases.values()) for step in run.ranks[1])

@@ -171,10 +171,10 @@ def _loss(run: Run) -> Iterator[Fact]:
 
 
 def _speed(run: Run) -> Iterator[Fact]:
-    speeds = [each.examples_per_s for each in run.steps if each.examples_per_s is not None]
-    if speeds:
+    examples = [each.examples_per_s for each in run.steps if each.examples_per_s is not None]
+    if speeds := examples or [each.steps_per_s for each in run.steps if each.steps_per_s is not None]:
         small = f"median {amounts.rate(median(speeds))}"
-        yield amounts.rate(median(speeds[-RECENT:])), "examples a second", small
+        yield amounts.rate(median(speeds[-RECENT:])), f"{'examples' if examples else 'steps'} a second", small
     took = [sum(each.phases.values()) for each in run.steps if each.phases]
     if took:
         small = f"median {amounts.duration(median(took) / 1e3)}"

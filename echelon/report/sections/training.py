@@ -38,7 +38,10 @@ def _loss(run: Run, again: Sequence[float]) -> Chart | None:
 def _speed(run: Run, again: Sequence[float]) -> Chart | None:
     there = [each for each in run.steps if each.examples_per_s is not None]
     line = Series("examples/s", "s-2", _points(there, lambda each: each.examples_per_s))
-    return chart("speed", "Speed", "examples/s", [line], zero=True, restarts=again)
+    if not there:
+        stepped = [each for each in run.steps if each.steps_per_s is not None]
+        line = Series("steps/s", "s-2", _points(stepped, lambda each: each.steps_per_s))
+    return chart("speed", "Speed", line.name, [line], zero=True, restarts=again)
 
 
 def _rate(run: Run) -> Chart | None:
