@@ -244,12 +244,83 @@ def test_metrics_alone_make_a_page(tmp_path: Path) -> None:
 
 def test_a_record_alone_makes_a_page(tmp_path: Path) -> None:
     append(tmp_path / "metrics.jsonl", metrics(10, 10))
-    assert data(page(tmp_path), "loss")["series"][0]["x"] == [10]
+    root = page(tmp_path)
+    assert data(root, "loss")["series"][0]["x"] == [10]
+    assert any(each.get("class") == "dots s-0" for each in root.iter(f"{XHTML}path")), "a point alone is seen"
+
+
+def test_without_examples_speed_is_in_steps(tmp_path: Path) -> None:
+    records = metrics(10, 100)
+    for record in records:
+        del record["examples_per_s"]
+    append(tmp_path / "metrics.jsonl", [record | {"steps_per_s": 12.5} for record in records])
+    root = page(tmp_path)
+    assert data(root, "speed")["series"][0]["name"] == "steps/s"
+    assert "12.5 steps a second" in words(next(root.iter(f"{XHTML}header")))
+
+
+def test_a_model_of_the_zoo_goes_by_its_name(tmp_path: Path) -> None:
+    own = "/somewhere/site-packages/echelon/zoo/train/run.py"
+    settings = [
+        {"name": n, "value": v, "origin": "flag"} for n, v in (("model_name", "bert"), ("dataset_name", "qnli"))
+    ]
+    told = made_up.facts(script=own, command=[own, "--model_name=bert"], settings=settings)
+    (tmp_path / "run.json").write_text(json.dumps(told))
+    root = page(tmp_path)
+    assert "bert on qnli" in words(next(root.iter(f"{XHTML}header")))
+    assert "command echelon train --model_name=bert" in words(section(root, "environment"))
+
+
+def test_ranks_are_compared_as_the_run_is_now(tmp_path: Path) -> None:
+    """It was resumed by two ranks of four, without the slow one."""
+    made_up.write(tmp_path, last=100)
+    (tmp_path / "run.json").write_text(json.dumps(made_up.facts(ranks=2, hosts=1, began=BEGAN, started=BEGAN + 50)))
+    for rank in range(2):
+        records = [
+            record | {"time": BEGAN + 60, "backward": 30.0 + rank} for record in made_up.rank_records(0, 110, 150)
+        ]
+        append(tmp_path / f"rank-{rank}.jsonl", records)
+    ranks = section(page(tmp_path), "ranks")
+    assert "No rank stands out. Rank 1 (gpu01) has most, 58 ms of its own work" in words(ranks)
+    assert "rank 3" not in words(ranks)
+
+
+def test_a_table_goes_no_further_than_its_curves(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", [*metrics(10, 30), {"step": 10, "time": BEGAN + 1, "eval_loss": 0.25}])
+    append(tmp_path / "rank-0.jsonl", made_up.rank_records(0, 10, 30))
+    append(tmp_path / "rank-1.jsonl", made_up.rank_records(1, 10, 20))
+    root = page(tmp_path)
+    work, loss = (section(root, name).iter(f"{XHTML}table") for name in ("ranks", "curves"))
+    assert [words(row) for row in list(work)[1].iter(f"{XHTML}tr")] == [
+        "step rank 0 rank 1",
+        "10 68 68",
+        "20 68 68",
+        "30 68",
+    ]
+    assert next(words(row) for row in next(loss).iter(f"{XHTML}tr")) == "step loss evaluated last"
+
+
+def test_a_recording_that_was_cut_short_is_said(tmp_path: Path) -> None:
+    made_up.write(tmp_path)
+    summary = json.loads((tmp_path / "timeline" / "summary.json").read_text())
+    ranks = [{"rank": rank, "step": 12} for rank in range(4)]
+    cut = {"asked": [10, 40], "running": False, "ranks": ranks, "missing": [], "first": 3, "because": None}
+    (tmp_path / "timeline" / "summary.json").write_text(json.dumps(summary | {"cut": cut}))
+    said = words(section(page(tmp_path), "time"))
+    assert "Cut short: steps 10 to 40 asked for; all ranks came through step 12; rank 3 stopped first." in said
+    (tmp_path / "timeline" / "summary.json").write_text(json.dumps(summary | {"cut": {"asked": 7}, "steps": [12, 12]}))
+    said = words(section(page(tmp_path), "time"))
+    assert "Step 12 took " in said
+    assert "Cut short" not in said
 
 
 def test_one_rank_has_nobody_to_be_compared_with(tmp_path: Path) -> None:
     append(tmp_path / "rank-0.jsonl", made_up.rank_records(0, 10, 50))
-    assert "there is nobody to compare it with" in words(section(page(tmp_path), "ranks"))
+    append(tmp_path / "timeline" / "rank-0.jsonl", made_up.spans(0))
+    root = page(tmp_path)
+    assert "there is nobody to compare it with" in words(section(root, "ranks"))
+    assert "the slowest is marked" not in words(section(root, "time"))
+    assert "communication that computing" not in words(section(root, "time"))
 
 
 def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from echelon.record.parse import JSON, an_object, integer, integers, number, numbers, objects, text, texts
@@ -100,6 +101,15 @@ class Facts:
     predicted: Predicted | None
     flops_per_step: float | None
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_zoo(self) -> bool:
+        """Whether ``echelon train`` has started it: the script is Echelon's own then, and says nothing."""
+        return Path(self.script).parts[-4:] == ("echelon", "zoo", "train", "run.py")
+
+    def value(self, name: str) -> Any:
+        """Of a setting; None where there is none of that name."""
+        return next((each.value for each in self.settings if each.name == name), None)
 
     @classmethod
     def of(cls, plain: JSON | None) -> Facts | None:

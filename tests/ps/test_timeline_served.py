@@ -85,7 +85,9 @@ def test_the_launcher_puts_workers_together_that_never_met(recorded: Path) -> No
 def test_speed_is_of_all_workers_and_waiting_for_servers_is_no_work_of_ones_own(recorded: Path) -> None:
     run = record.read(recorded)
     second, fourth, _ = run.steps
-    assert fourth.time and second.time and fourth.examples_per_s
+    assert fourth.time
+    assert second.time
+    assert fourth.examples_per_s
     assert fourth.examples_per_s * (fourth.time - second.time) == pytest.approx(2 * BATCH * 2, rel=0.2)
     assert [step.step for step in run.ranks[1]] == [2, 4, 5]
     assert all(0 < (step.waited or 0.0) < sum(step.phases.values()) for step in run.ranks[1])

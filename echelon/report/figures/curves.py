@@ -203,7 +203,9 @@ def chart(
 
 def _curve(series: Series, points: list[Point], across: Scale, up: Scale) -> Curve:
     apart = [each for point in points for each in (point, (point[0], None))] if len(points) <= MOST_DOTS else []
-    return Curve(series, points, path(points, across, up), path(apart, across, up) if series.dots else "")
+    alone = sum(value is not None for _, value in points) == 1  # no line leads to it: it would be a speck
+    shown = path(apart, across, up) if series.dots or alone else ""
+    return Curve(series, points, path(points, across, up), shown)
 
 
 def path(points: Sequence[Point], across: Scale, up: Scale) -> str:

@@ -50,6 +50,8 @@ def overview(gathered: Gathered, now: float) -> Overview:
 def _title(run: Run) -> str:
     if run.facts is None:
         return run.directory.resolve().name
+    if run.facts.is_zoo and (model := run.facts.value("model_name")):
+        return f"{model} on {data}" if (data := run.facts.value("dataset_name")) else str(model)
     return Path(run.facts.script).name or shlex.join(run.facts.command) or run.directory.resolve().name
 
 

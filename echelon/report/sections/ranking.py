@@ -45,7 +45,7 @@ class Ranks:
 
 
 def ranks(run: Run) -> Ranks | None:
-    there = {rank: steps for rank, steps in run.ranks.items() if steps}
+    there = _present(run)
     if not there:
         return None
     phases = {rank: _phases(steps, served=bool(run.servers)) for rank, steps in there.items()}
@@ -65,6 +65,19 @@ def ranks(run: Run) -> Ranks | None:
     slowest = slowest_of(found)
     shown = _shown(found, slowest)
     return Ranks(shown, verdict(found, slowest), _table(shown, slowest), len(found) - len(shown), _charts(there))
+
+
+def _present(run: Run) -> dict[int, Sequence[RankStep]]:
+    """Of the ranks that there are now, what they did since they are: a run that goes on may have fewer or others."""
+    there: dict[int, Sequence[RankStep]] = {rank: steps for rank, steps in run.ranks.items() if steps}
+    if run.facts is None or not run.facts.world.size:
+        return there
+    now = {rank: steps for rank, steps in there.items() if rank < run.facts.world.size}
+    since = run.facts.started
+    newest: dict[int, Sequence[RankStep]] = {
+        rank: [step for step in steps if (step.time or 0.0) >= since] for rank, steps in now.items()
+    }
+    return newest if newest and all(newest.values()) else now
 
 
 def _phases(steps: Sequence[RankStep], served: bool) -> dict[str, float]:

@@ -75,7 +75,7 @@ def environment(facts: Facts) -> list[tuple[str, str]]:
 
 def _environment(facts: Facts) -> Iterator[tuple[str, str]]:
     world = facts.world
-    yield "command", shlex.join(facts.command)
+    yield "command", shlex.join(["echelon", "train", *facts.command[1:]] if facts.is_zoo else facts.command)
     yield "started", f"{moment(facts.started)}{f' (attempt {facts.attempt + 1})' if facts.attempt else ''}"
     yield "Echelon", facts.echelon
     yield "PyTorch", facts.torch

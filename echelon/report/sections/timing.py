@@ -14,6 +14,7 @@ from echelon.record.read import Run
 from echelon.report.gather import Gathered
 from echelon.report.sections.phases import BOTH, MEANING, mean_phases, parts
 from echelon.report.sections.table import Table
+from echelon.timeline.show_cut import headline
 
 #: Of the columns of the timeline's summary, as people read them.
 COLUMNS = {
@@ -80,10 +81,12 @@ def summary(found: JSON) -> Summary | None:
 
 def _sentences(found: JSON) -> Iterator[str]:
     steps, took = integers(found, "steps"), number(found, "step_ms")
+    if (cut := _cut(found)) is not None:
+        yield cut
     if took is not None:
-        of = f" (median of steps {steps[0]:,} to {steps[1]:,})" if len(steps) == 2 else ""
-        yield f"A step took {amounts.duration(took / 1e3)}{of}."
-    if (exposed := number(found, "exposed_communication")) is not None:
+        yield f"{_which(steps)} took {amounts.duration(took / 1e3)}{_of(steps)}."
+    several = len(objects(found, "ranks")) > 1
+    if several and (exposed := number(found, "exposed_communication")) is not None:
         yield f"{amounts.percent(exposed)} of a step is communication that computing does not hide."
     bubble = an_object(found, "bubble")
     if (share := number(bubble, "measured")) is not None:
@@ -92,6 +95,24 @@ def _sentences(found: JSON) -> Iterator[str]:
         yield f"The pipeline's bubble is {amounts.percent(share)} of the time that its stages are at work{against}."
     if (used := number(found, "mfu")) is not None:
         yield f"{amounts.percent(used)} of the devices' peak arithmetic is used (MFU)."
+
+
+def _which(steps: tuple[int, ...]) -> str:
+    return f"Step {steps[0]:,}" if len(set(steps)) == 1 else "A step"
+
+
+def _of(steps: tuple[int, ...]) -> str:
+    return f" (median of steps {steps[0]:,} to {steps[1]:,})" if len(steps) == 2 and len(set(steps)) > 1 else ""
+
+
+def _cut(found: JSON) -> str | None:
+    """What became of a recording that did not come to its last step."""
+    cut = an_object(found, "cut")
+    try:
+        words = headline(cut) if cut else ""
+    except (KeyError, TypeError, ValueError):  # damaged
+        return None
+    return f"{words[0].upper()}{words[1:]}." if words else None
 
 
 def _by_rank(found: JSON) -> Table | None:
@@ -103,7 +124,7 @@ def _by_rank(found: JSON) -> Table | None:
         (str(integer(each, "rank")), *(amounts.amount(number(each, name) or 0.0, 1.0) for name in there))
         for each in ranks
     ]
-    slowest = integer(found, "slowest")
+    slowest = integer(found, "slowest") if len(ranks) > 1 else None
     marked = next((place for place, each in enumerate(ranks) if integer(each, "rank") == slowest), None)
     head = ("rank", *(COLUMNS[name] for name in there))
     return Table("Milliseconds a step by rank, from the timeline", head, rows, tuple(range(len(head))), marked)
