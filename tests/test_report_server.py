@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from echelon.report.server import MOST_CALLERS, Pages, Server, is_loopback, link
 SECRET = "contents that nobody asked for"
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(directory: Path, token: str | None = None) -> Iterator[Server]:
     with Server("127.0.0.1", 0, Pages(directory), token) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -211,6 +211,21 @@ def test_callers_that_say_nothing_do_not_pile_up(directory: Path) -> None:
         while not send(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             assert time.monotonic() < until
             time.sleep(0.02)
+
+
+def test_a_caller_that_says_a_letter_now_and_then_is_not_heard_for_ever(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.report.server.PATIENCE", 0.3)
+    with serving(directory) as server, socket.create_connection(("127.0.0.1", server.port)) as caller:
+        caller.sendall(b"GET / HTTP/1.1\r\n")
+        until = time.monotonic() + 20
+        with contextlib.suppress(OSError):  # it has hung up
+            while True:
+                assert time.monotonic() < until
+                caller.sendall(b"x")
+                time.sleep(0.05)
+        assert ask(server)[0] == 200
 
 
 def test_a_port_that_is_taken_or_none_is_one_clear_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import io
 import ipaddress
 import secrets
 import socket
@@ -28,8 +29,9 @@ from echelon.report.page import render
 
 #: Seconds after which a page asks for what is new, and after which it is made anew though no file has changed.
 EVERY, STALE = 2.0, 20.0
-#: Seconds that a caller may be silent, and how many may call at once.
+#: Seconds that a caller has to say what it wants, and then to take each piece of the answer; how many may call at once.
 PATIENCE, MOST_CALLERS = 10.0, 32
+PIECE = 1 << 16
 
 #: What every answer says to the browser. The page itself says what it may load and run.
 GUARDS = {
@@ -102,10 +104,31 @@ class Server(ThreadingHTTPServer):
         """A caller that hangs up, or sends nonsense, is no news."""
 
 
+class _Heard(io.RawIOBase):
+    """What a caller says, as long as there is patience: a letter now and then makes it no longer."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._until = connection, time.monotonic() + PATIENCE
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "echelon", ""
-    timeout = PATIENCE
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Heard(self.connection))
 
     def do_GET(self) -> None:
         try:
@@ -169,12 +192,14 @@ class Handler(BaseHTTPRequestHandler):
     # ---- answers ----
 
     def _answer(self, status: HTTPStatus, body: bytes, **headers: str) -> None:
+        self.connection.settimeout(PATIENCE)
         self.send_response(status)
         for name, value in {**GUARDS, **headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         with contextlib.suppress(OSError):  # hung up in the middle
-            self.wfile.write(body)
+            for place in range(0, len(body), PIECE):
+                self.wfile.write(body[place : place + PIECE])
 
     def _refuse(self, status: HTTPStatus) -> None:
         self.send_error(status)
