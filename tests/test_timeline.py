@@ -346,6 +346,7 @@ def test_damaged_and_missing_files_are_left_out(pipeline: Path, tmp_path: Path) 
     (folder / "rank-0.jsonl").write_text("\n".join(half))
     (folder / "rank-1.jsonl").write_bytes(b"\xff\xfe not ours")
     (folder / "rank-2.jsonl").write_text("")
+    os.mkfifo(folder / "rank-3.jsonl")
     found = files.read(folder)
     assert [(ranked.rank, len(ranked.spans)) for ranked in found] == [(0, 29)]
     figures = merge(folder).figures

@@ -106,7 +106,8 @@ def of_ranks(folder: Path) -> dict[int, Path]:
 
 def _rank_files(folder: Path) -> list[tuple[int, Path]]:
     matched = ((_OURS.fullmatch(path.name), path) for path in folder.glob("rank-*"))
-    return [(int(match[1]), path) for match, path in matched if match is not None]
+    # a pipe or a device by such a name would have no end
+    return [(int(match[1]), path) for match, path in matched if match is not None and path.is_file()]
 
 
 def find(directory: str | Path) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from echelon.record.files import RUN
+from echelon.record.parse import json_file, number
 from echelon.timeline.account import PARTS, Step, steps_of
 from echelon.timeline.bubble import find_bubble
 from echelon.timeline.files import RankFile
@@ -121,8 +122,5 @@ def _clock_error(ranks: Sequence[RankFile]) -> float | None:
 
 def flops_told(directory: Path) -> float | None:
     """Of one step, as the run wrote it down."""
-    try:
-        told = json.loads((directory / "run.json").read_text(encoding="utf-8"))["flops_per_step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return float(told) if isinstance(told, int | float) and told > 0 else None
+    told = number(json_file(directory / RUN) or {}, "flops_per_step")
+    return told if told is not None and told > 0 else None
