@@ -249,6 +249,14 @@ def test_a_record_alone_makes_a_page(tmp_path: Path) -> None:
     assert any(each.get("class") == "dots s-0" for each in root.iter(f"{XHTML}path")), "a point alone is seen"
 
 
+def test_ranks_that_have_not_said_where_they_are_are_counted(tmp_path: Path) -> None:
+    told = made_up.facts()
+    (tmp_path / "run.json").write_text(json.dumps(told | {"ranks": told["ranks"][:1]}))
+    assert "Of 3 more it is not written down where they are." in words(section(page(tmp_path), "plan"))
+    (tmp_path / "run.json").write_text(json.dumps(told))
+    assert "not written down" not in words(section(page(tmp_path), "plan"))
+
+
 def test_without_examples_speed_is_in_steps(tmp_path: Path) -> None:
     records = metrics(10, 100)
     for record in records:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +287,15 @@ def test_who_stopped_first_is_told_where_it_is_sure(ends: list[dict[str, Any]], 
     assert silent is not None
     assert silent["first"] == 1, "eleven seconds before the other"
     assert [row["silent_ms"] for row in silent["ranks"]] == [0.0, 11e3]
+
+
+@pytest.mark.parametrize(("ago", "running"), [(0.0, True), (1e6, False)])
+def test_a_later_process_of_the_same_number_is_not_taken_for_the_rank(ago: float, running: bool) -> None:
+    found = part(0, spans_line(PHASES))
+    about = {**found.about, "host": platform.node(), "pid": os.getpid(), "began": time.time() - ago}
+    cut = cut_short([replace(found, about=about)])
+    assert cut is not None
+    assert cut["running"] is running
 
 
 def test_the_words_name_how_far_each_came_and_what_the_launcher_said(tmp_path: Path) -> None:

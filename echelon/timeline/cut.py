@@ -13,11 +13,14 @@ from typing import Any
 
 from echelon.record.files import EVENTS
 from echelon.record.parse import JSON, integer, json_lines, number, text
+from echelon.record.process import process_started
 from echelon.timeline.files import UNFINISHED, RankFile
 from echelon.timeline.part import Ending, last_whole_step
 
 #: Seconds that a rank fell silent before the others when it is sure that it did: it writes more often (see ``live``).
 SILENCE = 2.0
+#: Seconds after a recording's beginning from which on a process that was started is another one, by the same number.
+REUSED = 5.0
 
 
 def cut_short(ranks: Sequence[RankFile], folder: Path | None = None) -> dict[str, Any] | None:
@@ -107,7 +110,8 @@ def _is_running(ranked: RankFile) -> bool:
         return False
     except OSError:  # somebody else's
         return True
-    return True
+    began, started = number(ranked.about, "began"), process_started(pid)
+    return began is None or started is None or started <= began + REUSED
 
 
 def left_aside(folder: Path) -> Path | None:

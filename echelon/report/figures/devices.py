@@ -35,9 +35,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Placement:
+    """unknown: ranks that have not said where they are: workers of parameter servers alone do not meet"""
+
     hosts: list[Host]
     words: bool
     left_out: int
+    unknown: int = 0
 
 
 def placement(facts: Facts) -> Placement | None:
@@ -50,7 +53,8 @@ def placement(facts: Facts) -> Placement | None:
         Host(name, [_device(rank, facts) for rank in group])
         for name, group in itertools.groupby(shown, key=lambda rank: rank.host)
     ]
-    return Placement(hosts, len(ranks) <= MOST_WITH_WORDS, len(ranks) - len(shown))
+    unknown = max(0, facts.world.size - len(ranks))
+    return Placement(hosts, len(ranks) <= MOST_WITH_WORDS, len(ranks) - len(shown), unknown)
 
 
 def _device(rank: Rank, facts: Facts) -> Device:

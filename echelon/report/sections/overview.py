@@ -152,7 +152,7 @@ def _facts(gathered: Gathered, state: Status) -> Iterator[Fact]:
 def _progress(run: Run, state: Status) -> Fact:
     last = run.steps[-1]
     if not last.total or last.total < 0:
-        return f"{last.step:,}", "steps", ""
+        return f"{last.step:,}", "step" if last.step == 1 else "steps", ""
     left = (last.total - last.step) * _interval(run) / max(1, _stride(run))
     small = f"about {_long(left)} left" if state.kind == "running" and left else amounts.percent(last.step / last.total)
     return f"{last.step:,}", f"of {last.total:,} steps", small
