@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import zoo
 from harness import run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import Fast, Strategy
@@ -484,6 +485,51 @@ def test_each_engine_compiles_for_itself_however_many_there_were(programs: list[
         assert len(programs) == 2 * (width + 1)
 
 
+class Dropping(nn.Module):
+    """What is dropped is noughts in the output, and in the gradient of ``shift``."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList(Shifted() for _ in range(3)), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.dropout = nn.Parameter(torch.ones(8)), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x.abs() + self.shift)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_drops_in_forward_it_drops_in_backward(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code draws other random numbers than the same as it is written."""
+    monkeypatch.setattr(compiled, "backend", lambda program, _: lambda *args: (torch.rand(3), program(*args))[1])
+    model = Dropping(reentrant)
+    outputs: list[Tensor] = []
+    engine = echelon.distribute(
+        model,
+        loss=lambda output: outputs.append(output.detach()) or output.sum(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        strategy=Strategy(fast=Fast(compile="blocks")),
+    )
+    gradients: list[Tensor] = []
+    model.layers[2].shift.register_hook(gradients.append)
+    for _ in range(3):
+        engine.step(torch.ones(1, 8))
+    assert torch.stack(gradients).ne(0).equal(torch.cat(outputs).ne(0))
+
+
 class Bottle(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -656,7 +702,7 @@ def weighted(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
-@pytest.mark.parametrize("notices", [False, True])
+@pytest.mark.parametrize("notices", [False, True] if compiled._version() >= compiled.NOTICES else [False])
 def test_an_attribute_of_a_class_that_changes_is_heeded_by_every_torch(
     monkeypatch: pytest.MonkeyPatch, notices: bool
 ) -> None:

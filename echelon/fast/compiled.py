@@ -88,10 +88,11 @@ class Compiling:
 
     def _guarded(self, compiled: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.in_step:  # in a loop of the user's own
+            again = _is_in_backward()
+            if not self.in_step and not again:  # in a loop of the user's own
                 self.begin()
             # Evaluation runs as written: its shapes and modes would be compiled again, mostly for a few batches.
-            if self.given_up or not torch.is_grad_enabled() or _is_traced():
+            if self.given_up or not torch.is_grad_enabled() or _is_traced() or (again and not _is_recomputing()):
                 return plain(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
@@ -119,7 +120,8 @@ class Compiling:
         if not self._made and not self.given_up:
             self._say(
                 "fast: the compiler has found nothing to compile in the model, which runs as written (it passes over "
-                "recurrent layers, over code that breaks off inside loops, and over blocks that are not called as such)"
+                "recurrent layers, over code that breaks off inside loops, over blocks that are not called as such, and "
+                "over checkpoints with use_reentrant=True)"
             )
 
     def failed(self, error: BaseException) -> bool:
@@ -194,6 +196,16 @@ def _programs() -> int:
 def _is_traced() -> bool:
     """By something that wants to see the operations."""
     return bool(torch.jit.is_tracing()) or is_fx_symbolic_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_recomputing() -> bool:
+    """In backward, whether what is run again had its gradients recorded in forward, and so was compiled. A reentrant
+    checkpoint ran it without them, as written; compiled now, it would draw other random numbers than then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _forget_programs(modules: Iterable[nn.Module]) -> None:
