@@ -245,6 +245,20 @@ def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing
     assert apart([large, torch.tensor([torch.inf])], [large * 2, small[:1]]) == 0
     assert apart([large], [large * torch.nan]) == torch.inf
     assert apart([], []) == 0
+    assert apart([torch.tensor([3 + 4j])], [torch.tensor([3 - 4j])]) == pytest.approx(8 / 5.05)
+
+
+def test_what_a_pass_has_changed_is_put_back_and_tables_that_it_has_made_are_left() -> None:
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("table", torch.zeros(2))
+    before = State(model, torch.device("cpu"))
+    drawn = torch.rand(2)
+    model(torch.randn(4, 2))
+    model.table = torch.arange(4.0)  # a longer one
+    model.register_buffer("new", torch.ones(3))
+    before.restore()
+    assert torch.rand(2).equal(drawn)
+    assert [buffer.tolist() for buffer in model.buffers()] == [[0, 0], [1, 1], 0, [0, 1, 2, 3], [1, 1, 1]]
 
 
 # ---- from the first step to the last ----
@@ -324,6 +338,8 @@ class Net(nn.Module):
         super().__init__()
         self.register_buffer("factors", torch.ones(2))
         self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.register_buffer("turns", torch.tensor([1j, -1j]))
+        self.register_buffer("expanded", torch.ones(1).expand(2))
         self.plain, self.bent, self.best = torch.ones(2), nn.Identity(), float("nan")
         self.more, self.itself = nn.ModuleList(), list[Any]()
         self.itself.append(self.itself)
@@ -392,6 +408,7 @@ class Other(Net):
 
 
 ONCE: dict[str, Callable[[Any], Any]] = {
+    "a weight is another one": lambda model: setattr(model.layers[4], "bias", nn.Parameter(torch.ones(2))),
     "a buffer is another one": lambda model: setattr(model, "factors", torch.full((2,), 3.0)),
     "a buffer holds other numbers": lambda model: model.factors.fill_(3.0),
     "a tensor is another one": lambda model: setattr(model, "plain", torch.full((2,), 3.0)),

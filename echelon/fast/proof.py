@@ -81,13 +81,16 @@ class State:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self.buffers = [buffer.clone() for buffer in model.buffers()]
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._generator = generator_of(device)
         self._random = self._generator.get_state()
 
     def restore(self) -> None:
-        for buffer, kept in zip(self._model.buffers(), self.buffers, strict=True):
-            buffer.copy_(kept)
+        for name, buffer in self._model.named_buffers():
+            kept = self._buffers.get(name)
+            # one that the pass has made, or made longer, is a table; one that is expanded cannot be written to
+            if kept is not None and kept.shape == buffer.shape and not _is_expanded(buffer):
+                buffer.copy_(kept)
         self._generator.set_state(self._random)
 
 
@@ -97,10 +100,21 @@ def apart(these: Sequence[Tensor], those: Sequence[Tensor]) -> Tensor:
     pairs = [(one, other) for one, other in zip(these, those, strict=True) if one.numel()]
     if not pairs:
         return torch.zeros(())
-    norms = torch.stack([one.double().norm() for one, _ in pairs])
-    differences = torch.stack([(one.double() - other.double()).norm() for one, other in pairs])
+    device = pairs[0][0].device  # buffers may lie on the host
+    norms = torch.stack([_exact(one).norm().to(device) for one, _ in pairs])
+    differences = torch.stack([(_exact(one) - _exact(other)).norm().to(device) for one, other in pairs])
     worst = (differences / (norms + 0.01 * norms.norm() + 1e-12)).max()
     return torch.where(norms.isfinite().all(), worst, torch.zeros_like(worst)).nan_to_num(nan=torch.inf)
+
+
+def _exact(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.complex128 if numbers.is_complex() else torch.float64)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _both(written: Sequence[Tensor | None], replayed: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

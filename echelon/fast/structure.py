@@ -25,6 +25,7 @@ class Structure:
         self._own: list[dict[str, Any]] = [vars(module) for module in self._modules]
         self._parts = [module._modules for module in self._modules]
         self._buffers = [module._buffers for module in self._modules]
+        self._weights = [module._parameters for module in self._modules]
         self._held = [
             (own, name)
             for own in self._own
@@ -32,6 +33,8 @@ class Structure:
             if name not in INTERNAL and not isinstance(value, PLAIN)
         ]
         self._before = self._now()
+        # kept, so that no other gets their addresses
+        self._alive = [*model.parameters(), *(own[name] for own, name in self._held if self._is_of_host(own[name]))]
 
     def is_as_it_was(self) -> bool:
         return self._now() == self._before
@@ -41,13 +44,17 @@ class Structure:
             list(map(type, self._modules)),
             list(map(len, self._own)),  # one that forward asks for by getattr() may be new
             [id(part) for parts in self._parts for part in parts.values()],
+            [id(weight) for weights in self._weights for weight in weights.values()],
             [self._which(buffer) for buffers in self._buffers for buffer in buffers.values()],
             [self._which(own.get(name)) for own, name in self._held],
         )
 
+    def _is_of_host(self, value: Any) -> bool:
+        return not isinstance(value, Tensor) or value.device != self._device
+
     def _which(self, value: Any) -> Any:
         """Contents of tensors beside the device are read by the host, if at all, and then written into a graph."""
-        return place_of(value, value.device != self._device) if isinstance(value, Tensor) else id(value)
+        return place_of(value, self._is_of_host(value)) if isinstance(value, Tensor) else id(value)
 
 
 def place_of(tensor: Tensor, with_version: bool = False) -> tuple[int, int]:
