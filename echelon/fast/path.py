@@ -67,6 +67,7 @@ class FastPath:
         self._channels_last = chosen.channels_last
         self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
         self._model, self._passes = model, 0
+        self._parameters = list(model.parameters())  # to go through all modules takes longer than to look at these
         self._compiling: Compiling | None = None
         loss = objective.loss
         if chosen.compiled:
@@ -104,14 +105,14 @@ class FastPath:
             return self._again(before, batch, forward)
 
         def backward(weight: Tensor | float) -> None:
-            fresh = all(parameter.grad is None for parameter in self._model.parameters())
+            fresh = all(parameter.grad is None for parameter in self._parameters)
             try:
                 inner(weight)
             except Exception as error:
                 # what backward had done until it failed is worth nothing, and cannot be told from earlier gradients
                 if not fresh or not self._gives_up(error):
                     raise
-                for parameter in self._model.parameters():
+                for parameter in self._parameters:
                     parameter.grad = None
                 self._again(before, batch, forward)[1](weight)
 
