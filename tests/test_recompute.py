@@ -518,6 +518,26 @@ def test_a_chain_is_never_cut_before_an_in_place_child(children: list[tuple[int,
 # ---- mistakes ----
 
 
+class Cache:
+    """As transformers' models pass it on unless they are told not to."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class Cached(nn.Linear):
+    def forward(self, input: Tensor, past_key_values: Cache | None = None) -> Tensor:
+        return super().forward(input)
+
+
+def test_a_cache_that_would_be_filled_twice_is_refused() -> None:
+    model = nn.Sequential(Cached(4, 4))
+    recompute(model, ("0",))
+    assert model[0](torch.randn(2, 4)).shape == (2, 4)
+    with pytest.raises(UsageError, match="Cached is given a cache of keys and values.*use_cache = False$"):
+        model[0](torch.randn(2, 4), past_key_values=Cache())
+
+
 def test_an_input_changed_in_place_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     recompute(model, ("0", "2"))

@@ -197,6 +197,11 @@ def _recompute(
     function: Callable[..., Any], modules: Sequence[nn.Module], store: HostStore | None, *args: Any, **kwargs: Any
 ) -> Any:
     """``function(*args, **kwargs)``, which runs ``modules``, keeping only what goes in."""
+    if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+        raise UsageError(
+            f"recompute: {_plain_name(modules[0])} is given a cache of keys and values, which running it again would "
+            "fill twice; set model.config.use_cache = False"
+        )
     if torch.compiler.is_compiling() and store is None and _compiles(modules):
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     return _recompute_eagerly(function, modules, store, args, kwargs)
