@@ -133,7 +133,10 @@ def _own_loss(output: Any) -> Any:
 
 def _accepted_names(model: nn.Module) -> set[str] | None:
     """Names forward() takes; ``None`` when it takes any."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # of a traced module, which does not tell
+        return None
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}

@@ -681,6 +681,20 @@ def test_a_forward_of_the_users_own_is_kept(programs: list[Any]) -> None:
     assert model.forward is mine
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 3, 8))])
+def test_models_of_scripted_modules_train_as_they_did_as_python(make: Callable[[nn.Module], nn.Module]) -> None:
+    runs = []
+    for scripts in (lambda unit: unit, make):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(scripts(nn.Sequential(nn.Linear(8, 8), nn.ReLU())) for _ in range(3)))
+        for each in (model, scripts(model)):
+            step = stepping(each, False)
+            runs.append([step() for _ in range(3)])
+    assert runs[2:] == runs[:2]
+    assert planned(model)[1].uncaptured == "scripted modules hold values out of Python's sight"
+
+
 def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
     strategies = [Strategy(fast=False), Strategy(fast=Fast(compile=True))]
     ((plain, weights, silent), (losses, theirs, said)) = run(train_each, broken, strategies, ranks=1)[0]

@@ -212,7 +212,8 @@ def _forget_programs(modules: Iterable[nn.Module]) -> None:
     """Of earlier models of the same classes, which count against a limit: it is one for each piece of code."""
     from torch._dynamo import reset_code  # type: ignore[attr-defined]
 
-    for code in {getattr(type(module).forward, "__code__", None) for module in modules}:
+    forwards = (getattr(type(module), "forward", None) for module in modules)  # none in a scripted module's class
+    for code in {getattr(forward, "__code__", None) for forward in forwards}:
         if isinstance(code, CodeType):
             reset_code(code)
 

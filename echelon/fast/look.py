@@ -123,8 +123,8 @@ def _has_convolutions(model: nn.Module) -> bool:
 def _views(model: nn.Module) -> str | None:
     """Of modules that hold convolutions, as far as their own forward shows it."""
     for module in model.modules():
-        forward = type(module).forward
-        of_torch = str(forward.__module__).partition(".")[0] == "torch"
+        forward = getattr(type(module), "forward", None)  # of a scripted module no class has it
+        of_torch = str(getattr(forward, "__module__", "")).partition(".")[0] == "torch"
         if not of_torch and "view" in _names(forward) and _has_convolutions(module):
             return f"forward() of {type(module).__name__} uses view(), which wants the usual order (reshape() does not)"
     return None
@@ -171,4 +171,6 @@ def _uncaptured(plan: Plan, model: nn.Module, served: bool, optimizers: int) -> 
         return "with several optimizers the loop is the user's"
     if any(hasattr(module, "auxiliary_loss") for module in model.modules()):
         return "modules leave losses behind"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "scripted modules hold values out of Python's sight"
     return "some gradients are sparse" if sparse_names(model) else None

@@ -107,7 +107,7 @@ def check_units(model: nn.Module, units: Mapping[str, int]) -> dict[str, int]:
 
 
 def _running(name: str, module: nn.Module) -> Iterator[str]:
-    if type(module).forward is not nn.Module.forward:
+    if getattr(type(module), "forward", None) is not nn.Module.forward:  # a scripted module's class has none
         yield name
         return
     for key, child in module._modules.items():  # a ModuleList or ModuleDict is never called itself

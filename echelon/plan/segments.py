@@ -171,7 +171,7 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _runs(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module's class has none
 
 
 def _example(model: nn.Module) -> str:

@@ -80,7 +80,7 @@ def _within(name: str, outer: str) -> bool:
 
 
 def _runs(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module's class has none
 
 
 def _merged(units: dict[str, list[str]], parameters: Mapping[str, nn.Parameter], small: int) -> dict[str, list[str]]:
