@@ -86,7 +86,7 @@ def distribute(
     world = _world_of(served, world)
     terms = Terms(asked, collect(model), plan, cluster, elastic)
     terms = terms if witness is None else witness.terms(terms)
-    settled = _settle(terms, world, model, optimizers, served, found=trial is not None)
+    settled = _settle(terms, world, model, loss, optimizers, served, found=trial is not None)
     if trial is not None or witness is not None:  # it leaves no trace
         checkpoint, log = None, Log(console=False)
     choosing = _choosing(settled, world, model, loss, optimizers)
@@ -131,6 +131,7 @@ def _settle(
     terms: Terms,
     world: World,
     model: nn.Module,
+    loss: LossFunction | None,
     optimizers: Mapping[str, torch.optim.Optimizer],
     served: Served | None,
     found: bool,
@@ -144,7 +145,7 @@ def _settle(
     marks, slices, reshaped = fitted(rule, marks, terms.cluster or current_cluster(), world.size, here)
     plan = make_plan(model, optimizers, asked, world.size, here, marks, slices)
     if not found:  # plans that are found say it themselves
-        plan = quickened(plan, asked, world, model, optimizers, served is not None)
+        plan = quickened(plan, asked, world, model, optimizers, served is not None, loss)
     return Settled(asked, marks, plan, saved, rule, reshaped)
 
 

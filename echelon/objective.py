@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import DataError, LossError, UsageError
+from echelon.fast.unsafe import REFUSED
 from echelon.parallel.precision import DTYPES
 from echelon.strategy import Amp
 
@@ -39,8 +40,16 @@ class Objective:
 
     def __call__(self, batch: Any) -> tuple[Any, Tensor]:
         """The model's output and the scalar loss, auxiliary losses that modules left behind included."""
-        with self._precision():
-            output, loss = self._run(batch)
+        try:
+            with self._precision():
+                output, loss = self._run(batch)
+        except RuntimeError as error:
+            if REFUSED not in str(error):
+                raise
+            raise UsageError(
+                "binary_cross_entropy was called in 16 bits, which torch refuses; use binary_cross_entropy_with_logits "
+                "on what goes into the sigmoid, or Strategy(amp=False)"
+            ) from error
         for module in self._with_losses:
             extra, module.auxiliary_loss = module.auxiliary_loss, None
             if isinstance(extra, Tensor) and not isinstance(extra, FakeTensor):  # one of another stage is a stand-in

@@ -695,6 +695,64 @@ def test_models_of_scripted_modules_train_as_they_did_as_python(make: Callable[[
     assert planned(model)[1].uncaptured == "scripted modules hold values out of Python's sight"
 
 
+class Judging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(self.inner(x).sigmoid(), y)
+
+
+of_probabilities = nn.BCELoss()
+
+
+def judged(output: Tensor, target: Tensor) -> Tensor:
+    return of_probabilities(output.sigmoid(), target)  # type: ignore[no-any-return]
+
+
+def judged_within(found: nn.Module) -> Callable[..., Tensor]:
+    return lambda output, target: 2 * found(output, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "reason"),
+    [
+        (Blocks(), F.mse_loss, None),
+        (Blocks(), F.binary_cross_entropy_with_logits, None),
+        (Blocks(), judged_within(nn.MSELoss()), None),
+        (Blocks(), nn.BCELoss(), "binary_cross_entropy wants fp32"),
+        (Blocks(), functools.partial(F.binary_cross_entropy, reduction="sum"), "binary_cross_entropy wants fp32"),
+        (Blocks(), lambda output, target: 2 * judged(output, target), "binary_cross_entropy wants fp32"),
+        (Blocks(), judged_within(nn.BCELoss()), "binary_cross_entropy wants fp32"),
+        (Judging(), None, "binary_cross_entropy wants fp32"),
+    ],
+)
+def test_a_loss_that_torch_refuses_in_16_bits_keeps_fp32(
+    model: nn.Module, loss: Callable[..., Any] | None, reason: str | None
+) -> None:
+    plan, _ = planned(model)
+    optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
+    chosen = decide(Fast(), None, traits_of(plan, GPU, model, optimizers, False, loss))
+    assert chosen.bf16 == (reason is None)
+    assert reason is None or chosen.left_out["bf16"].startswith(reason)
+
+
+def test_a_loss_that_torch_refuses_in_16_bits_after_all_is_one_line() -> None:
+    def refused(*_: Any) -> Tensor:  # as torch says it on a GPU
+        raise RuntimeError("torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n...")
+
+    model = Blocks()
+    engine = echelon.distribute(
+        model,
+        loss=refused,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=Strategy(amp="bf16"),
+    )
+    with pytest.raises(UsageError, match=r"^binary_cross_entropy was called in 16 bits.*Strategy\(amp=False\)$"):
+        engine.step(torch.ones(2, 8), torch.ones(2, 3))
+
+
 def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
     strategies = [Strategy(fast=False), Strategy(fast=Fast(compile=True))]
     ((plain, weights, silent), (losses, theirs, said)) = run(train_each, broken, strategies, ranks=1)[0]

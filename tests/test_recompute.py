@@ -534,7 +534,7 @@ def test_a_cache_that_would_be_filled_twice_is_refused() -> None:
     model = nn.Sequential(Cached(4, 4))
     recompute(model, ("0",))
     assert model[0](torch.randn(2, 4)).shape == (2, 4)
-    with pytest.raises(UsageError, match="Cached is given a cache of keys and values.*use_cache = False$"):
+    with pytest.raises(UsageError, match=r"Cached is given a cache of keys and values.*use_cache = False$"):
         model[0](torch.randn(2, 4), past_key_values=Cache())
 
 

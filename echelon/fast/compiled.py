@@ -120,8 +120,8 @@ class Compiling:
         if not self._made and not self.given_up:
             self._say(
                 "fast: the compiler has found nothing to compile in the model, which runs as written (it passes over "
-                "recurrent layers, over code that breaks off inside loops, over blocks that are not called as such, and "
-                "over checkpoints with use_reentrant=True)"
+                "recurrent layers, over code that breaks off inside loops, over blocks that are not called as such, "
+                "and over checkpoints with use_reentrant=True)"
             )
 
     def failed(self, error: BaseException) -> bool:

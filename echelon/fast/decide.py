@@ -79,6 +79,8 @@ def _no_bf16(amp: object, traits: Traits) -> str | None:
         return "Strategy(amp=...) says what to compute in"
     if not traits.fp32:
         return "the weights are not all fp32"
+    if traits.unsafe:
+        return traits.unsafe
     return None if traits.machine.bf16 else "not every device computes in bf16"
 
 

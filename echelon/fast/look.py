@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from echelon.fast.compiled import is_compiled
 from echelon.fast.decide import OFF, decide
 from echelon.fast.padded import odd_layers
 from echelon.fast.traits import Machine, Traits
+from echelon.fast.unsafe import unsafe
 from echelon.nn import SparseEmbedding
 from echelon.nn.moe import MoE
 from echelon.parallel.collective import gather_json
@@ -23,17 +25,24 @@ from echelon.strategy import Amp, Fast, Strategy
 from echelon.world import World
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
+Loss = Callable[..., Any]
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def quickened(
-    plan: Plan, strategy: Strategy, world: World, model: nn.Module, optimizers: Optimizers, served: bool = False
+    plan: Plan,
+    strategy: Strategy,
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizers,
+    served: bool = False,
+    loss: Loss | None = None,
 ) -> Plan:
     """The plan with its fast path. All ranks call it together: what one device lacks, none uses."""
     asked = OFF if strategy.fast is False else strategy.part(Fast) or Fast()
     amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies bring it along
-    chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served))
+    chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
     return with_chosen(plan, chosen)
 
 
@@ -57,7 +66,9 @@ def _machine(device: torch.device) -> Machine:
     return Machine(cuda=True, bf16=torch.cuda.is_bf16_supported(including_emulation=False), triton=has_triton())
 
 
-def traits_of(plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimizers, served: bool) -> Traits:
+def traits_of(
+    plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimizers, served: bool, loss: Loss | None = None
+) -> Traits:
     weights = [p for p in model.parameters() if p.is_floating_point()]
     blocks = _alike(model, repeated_blocks(model))
     return Traits(
@@ -70,6 +81,7 @@ def traits_of(plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimi
         convolutions=_has_convolutions(model),
         views=_views(model),
         odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
+        unsafe=unsafe(model, loss),
         fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
         unset={key: type(o).__name__ for key, o in optimizers.items() if _is_unset(o)},
         unfused=_unfused(plan, model, served),

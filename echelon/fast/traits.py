@@ -27,6 +27,7 @@ class Traits:
     slow_inside: why compiling it would not pay
     views:       why images might not go through it with their channels last
     odd:         large output layers of an odd size, outside of blocks
+    unsafe:      why model and loss are not for 16 bits
     fp32:        all weights are 32-bit floats
     unset:       by name, the class of each optimizer with a fused step that nobody has decided about
     unfused:     why no optimizer's step may become another
@@ -42,6 +43,7 @@ class Traits:
     convolutions: bool = False
     views: str | None = None
     odd: tuple[str, ...] = ()
+    unsafe: str | None = None
     fp32: bool = True
     unset: dict[str, str] = dataclasses.field(default_factory=dict)
     unfused: str | None = None
