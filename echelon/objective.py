@@ -45,6 +45,7 @@ class Objective:
                 output, loss = self._run(batch)
         except RuntimeError as error:
             if REFUSED not in str(error):
+                self._tell_of_precision(error)
                 raise
             raise UsageError(
                 "binary_cross_entropy was called in 16 bits, which torch refuses; use binary_cross_entropy_with_logits "
@@ -55,6 +56,11 @@ class Objective:
             if isinstance(extra, Tensor) and not isinstance(extra, FakeTensor):  # one of another stage is a stand-in
                 loss = loss + extra.to(loss.dtype)
         return output, loss
+
+    def _tell_of_precision(self, error: RuntimeError) -> None:
+        """Some operations have no 16 bits, and on a GPU nobody need have asked for them."""
+        if self._amp is not None and ("BFloat16" in str(error) or "Half" in str(error)):
+            error.add_note(f"(forward and loss run in {self._amp.dtype} here; Strategy(amp=False) keeps fp32)")
 
     def arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """What of the batch the model is called with."""

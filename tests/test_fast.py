@@ -753,6 +753,20 @@ def test_a_loss_that_torch_refuses_in_16_bits_after_all_is_one_line() -> None:
         engine.step(torch.ones(2, 8), torch.ones(2, 3))
 
 
+class Placed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.zeros(2, 8).index_put((torch.arange(2),), super().forward(input))
+
+
+def test_an_operation_that_wants_fp32_says_where_16_bits_come_from() -> None:
+    model = Placed(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = echelon.distribute(model, loss=F.mse_loss, optimizer=optimizer, strategy=Strategy(amp="bf16"))
+    with pytest.raises(RuntimeError, match="BFloat16") as found:
+        engine.step(torch.ones(2, 8), torch.ones(2, 8))
+    assert found.value.__notes__ == ["(forward and loss run in bf16 here; Strategy(amp=False) keeps fp32)"]
+
+
 def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
     strategies = [Strategy(fast=False), Strategy(fast=Fast(compile=True))]
     ((plain, weights, silent), (losses, theirs, said)) = run(train_each, broken, strategies, ranks=1)[0]
