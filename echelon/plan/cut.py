@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
+from echelon.plan.called import is_called
 from echelon.plan.foretell import foretell, placeholder, rehearsal
 from echelon.plan.leaves import replace_tensors
 from echelon.plan.listen import listening, make_heard
 from echelon.plan.operations import OperationMode, tensors_in
-from echelon.plan.segments import CONTAINERS, _blocks, _children, _kind, _runs
+from echelon.plan.segments import CONTAINERS, _blocks, _children, _kind
 
 
 def find_units(model: nn.Module) -> list[str]:
@@ -33,7 +34,7 @@ def _units(module: nn.Module, prefix: str, leaves_in: tuple[type[nn.Module], ...
     repeated = Counter(_kind(child) for _, child in children)
     for name, child in children:
         may_be_one = isinstance(module, leaves_in) or (isinstance(module, CONTAINERS) and any(child.children()))
-        if may_be_one and _runs(child) and not _holds_units(child, f"{name}.", repeated[_kind(child)] > 1):
+        if may_be_one and is_called(child) and not _holds_units(child, f"{name}.", repeated[_kind(child)] > 1):
             yield name
         else:
             yield from _units(child, f"{name}.", leaves_in)

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UsageError, nearest
+from echelon.plan.called import is_called
 from echelon.plan.foretell import entered, foretell, placeholder, rehearsal
 from echelon.plan.leaves import hides_tensors, take_apart, tensors_of
 from echelon.plan.listen import call_plainly, listening, make_heard
@@ -107,7 +108,7 @@ def check_units(model: nn.Module, units: Mapping[str, int]) -> dict[str, int]:
 
 
 def _running(name: str, module: nn.Module) -> Iterator[str]:
-    if getattr(type(module), "forward", None) is not nn.Module.forward:  # a scripted module's class has none
+    if is_called(module):
         yield name
         return
     for key, child in module._modules.items():  # a ModuleList or ModuleDict is never called itself

@@ -17,6 +17,7 @@ from typing import Literal
 from torch import nn
 
 from echelon.errors import UsageError, nearest
+from echelon.plan.called import is_called
 
 Segments = tuple[tuple[str, ...], ...]
 
@@ -106,7 +107,7 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> set[str]:
         matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
             raise UsageError(f"recompute: no module is called '{pattern}'{_nearest(pattern, list(names))}")
-        running = {name for name in matches if _runs(names[name])}
+        running = {name for name in matches if is_called(names[name])}
         if not running:
             kind = type(names[min(matches)]).__name__
             raise UsageError(f"recompute: '{pattern}' is a {kind}, which only holds modules; name '{pattern}.*'")
@@ -145,7 +146,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
     for name, child in children:
         inner = list(_blocks(child, f"{name}."))
         is_stage = isinstance(child, CONTAINERS) and bool(inner)
-        if isinstance(module, CONTAINERS) and repeated[_kind(child)] > 1 and _runs(child) and not is_stage:
+        if isinstance(module, CONTAINERS) and repeated[_kind(child)] > 1 and is_called(child) and not is_stage:
             yield name
         else:
             yield from inner
@@ -168,10 +169,6 @@ def _chains(module: nn.Module, prefix: str) -> list[str]:
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     # named_children() would leave out the second use of a shared child, a ReLU in a Sequential for instance.
     return ((f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None)
-
-
-def _runs(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module's class has none
 
 
 def _example(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from echelon.errors import UsageError
+from echelon.plan.called import is_called
 from echelon.plan.segments import find_segments
 
 SMALL = 2**12  # numbers; so many take less time to send than a message takes to begin
@@ -46,7 +47,7 @@ def _home(path: str, modules: Mapping[str, nn.Module], blocks: set[str]) -> str:
 
     A module around blocks has only its own: it would be large, and keep the blocks whole all the time.
     """
-    around = [name for name in _inwards(path.rpartition(".")[0]) if name and _runs(modules[name])]
+    around = [name for name in _inwards(path.rpartition(".")[0]) if name and is_called(modules[name])]
     within_block = [name for name in around if name in blocks]
     holding = [name for name in around if _holds(modules[name]) and not _contains(name, blocks)]
     return next(iter([*within_block, *holding, *reversed(around)]), "")
@@ -70,17 +71,13 @@ def _holds(module: nn.Module) -> bool:
 def _around(homes: set[str], modules: Mapping[str, nn.Module]) -> str:
     """The innermost module around all of them that runs."""
     common = min(homes)
-    while not (all(_within(home, common) for home in homes) and (not common or _runs(modules[common]))):
+    while not (all(_within(home, common) for home in homes) and (not common or is_called(modules[common]))):
         common = common.rpartition(".")[0]
     return common
 
 
 def _within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
-
-
-def _runs(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module's class has none
 
 
 def _merged(units: dict[str, list[str]], parameters: Mapping[str, nn.Parameter], small: int) -> dict[str, list[str]]:
