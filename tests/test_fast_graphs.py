@@ -415,6 +415,7 @@ ONCE: dict[str, Callable[[Any], Any]] = {
     "a module is another one": lambda model: setattr(model, "bent", nn.ReLU()),
     "a module is added": lambda model: model.more.append(nn.Tanh()),
     "an attribute is new": lambda model: setattr(model, "late", 2.0),
+    "a number becomes a tensor": lambda model: setattr(model, "scale", torch.full((2,), 2.0)),
     "forward is another one": lambda model: setattr(model, "forward", lambda x: 5 * model.layers(x)),
     "the class is another one": lambda model: setattr(model, "__class__", Other),
 }

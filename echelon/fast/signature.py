@@ -33,7 +33,7 @@ class Signature:
             and [_kind(leaf) for leaf in leaves] == self._leaves
             and self._weights == _weights(self._parameters)
             and not on_gradients(self._parameters)
-            and all(same(values.get(name, _GONE), value) for values, name, value in self._values)
+            and _are_as_they_were(self._values)
             and self._structure_of_model.is_as_it_was()
         )
 
@@ -48,12 +48,28 @@ def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
-def _weights(parameters: list[nn.Parameter]) -> list[tuple[int, bool]]:
+def _weights(parameters: list[nn.Parameter]) -> tuple[list[int], list[bool]]:
     """Where weights lie, and which are trained."""
-    return [(place_of(parameter)[0], parameter.requires_grad) for parameter in parameters]
+    try:
+        places = [one.data_ptr() for one in parameters]
+    except RuntimeError:  # some have no memory of their own
+        places = [place_of(one)[0] for one in parameters]
+    return places, [one.requires_grad for one in parameters]
 
 
-def _python_values(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+Values = list[tuple[dict[str, Any], str, Any]]
+
+
+def _are_as_they_were(values: Values) -> bool:
+    """Before every step, of thousands: most are the very same objects."""
+    for held, name, value in values:
+        now = held.get(name, _GONE)
+        if now is not value and not same(now, value):
+            return False
+    return True
+
+
+def _python_values(model: nn.Module) -> Values:
     """Plain values that modules hold, which forward may read: a mode, a rate that is annealed."""
     return [
         (module.__dict__, name, value)

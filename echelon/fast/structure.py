@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 REGISTERS = ("_parameters", "_buffers", "_modules")
 #: What every module has.
 INTERNAL = frozenset(vars(nn.Module()))
+_VALUES = operator.methodcaller("values")
 
 
 class Structure:
@@ -23,9 +27,8 @@ class Structure:
         self._device = device
         self._modules = list(model.modules())
         self._own: list[dict[str, Any]] = [vars(module) for module in self._modules]
-        self._parts = [module._modules for module in self._modules]
+        self._parts = [one for module in self._modules for one in (module._modules, module._parameters)]
         self._buffers = [module._buffers for module in self._modules]
-        self._weights = [module._parameters for module in self._modules]
         self._held = [
             (own, name)
             for own in self._own
@@ -43,9 +46,8 @@ class Structure:
         return (
             list(map(type, self._modules)),
             list(map(len, self._own)),  # one that forward asks for by getattr() may be new
-            [id(part) for parts in self._parts for part in parts.values()],
-            [id(weight) for weights in self._weights for weight in weights.values()],
-            [self._which(buffer) for buffers in self._buffers for buffer in buffers.values()],
+            list(map(id, _entries(self._parts))),
+            list(map(self._which, _entries(self._buffers))),
             [self._which(own.get(name)) for own, name in self._held],
         )
 
@@ -57,6 +59,10 @@ class Structure:
         return place_of(value, self._is_of_host(value)) if isinstance(value, Tensor) else id(value)
 
 
+def _entries(registers: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(_VALUES, registers))
+
+
 def place_of(tensor: Tensor, with_version: bool = False) -> tuple[int, int]:
     """Where it lies, and how often it was written to. Of one without memory of its own (sparse), which one it is."""
     try:
@@ -66,8 +72,9 @@ def place_of(tensor: Tensor, with_version: bool = False) -> tuple[int, int]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Of plain values: not a number is the same as itself."""
-    return one is other or one == other or (is_nan(one) and is_nan(other))
+    """Of plain values: not a number is the same as itself. What is of another type now may be a tensor, which is not
+    asked whether it is equal."""
+    return one is other or (type(one) is type(other) and (one == other or (is_nan(one) and is_nan(other))))
 
 
 def is_nan(value: Any) -> bool:
