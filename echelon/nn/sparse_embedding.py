@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import DataError, UsageError, nearest
+from echelon.nn.fluid_names import in_our_names
 from echelon.ps.rules import NAMED, Rule
 from echelon.ps.spec import Initializer, TableSpec
 
@@ -35,12 +36,13 @@ class SparseEmbedding(nn.Module):
                  squared weights
     padding_id:  an id that stands for nothing: it reads as zeros and is never trained
     capacity ... disk: see ``echelon.ps.spec.TableSpec``
+    other_names: Fluid's spelling (``size=[dict_size, width], is_sparse=True``) and torch's (``num_embeddings``)
     """
 
     def __init__(
         self,
-        dim: int,
-        *,
+        dim: int | Sequence[int] | None = None,
+        *more: int,
         name: str | None = None,
         optimizer: Rule | str = "adagrad",
         initializer: Initializer | float | None = None,
@@ -53,8 +55,23 @@ class SparseEmbedding(nn.Module):
         expire_passes: int | None = None,
         expire_seconds: float | None = None,
         disk: bool = False,
+        **other_names: Any,
     ) -> None:
         super().__init__()
+        if more:
+            raise UsageError(
+                f"SparseEmbedding({dim!r}, {more[0]!r}): expected one number, the floats a row; "
+                f"torch.nn.Embedding(rows, width) is SparseEmbedding(width, capacity=rows)"
+            )
+        if isinstance(dim, list | tuple):
+            dim, other_names = None, {"size": dim, **other_names}
+        if other_names:
+            ours = in_our_names(other_names, list(SparseEmbedding.__init__.__annotations__))
+            dim = _once("dim", dim, ours)
+            capacity, name = _once("capacity", capacity, ours), _once("name", name, ours)
+            padding_id = _once("padding_id", padding_id, ours)
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise UsageError(f"SparseEmbedding(dim={dim!r}): expected the number of floats a row")
         if combiner not in (None, "sum", "mean", "sqrtn"):
             raise UsageError(f"SparseEmbedding(combiner={combiner!r}): expected 'sum', 'mean', 'sqrtn' or None")
         self.dim, self.combiner, self.padding_id = dim, combiner, padding_id
@@ -147,6 +164,15 @@ def _rows_at(rows: Tensor, inverse: Tensor) -> Tensor:
         return F.embedding(inverse, rows)
     found: Tensor = _Rows.apply(rows, inverse)  # type: ignore[no-untyped-call]
     return found
+
+
+def _once(option: str, given: Any, ours: dict[str, Any]) -> Any:
+    """Return an option that was given by one of its names."""
+    if option not in ours or given in (None, ours[option]):
+        return ours.get(option, given)
+    raise UsageError(
+        f"SparseEmbedding({option}={given!r}): another name for it was given as {ours[option]!r}; say it once"
+    )
 
 
 def _nowhere() -> Store | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import monotonic
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from echelon.errors import PeerLost
 from echelon.ps.frame import Frame
+from echelon.ps.occupancy import Occupancy
 from echelon.ps.spec import JobSpec, TableSpec
 from echelon.ps.table import partition
 from echelon.watch.activity import activity
@@ -53,23 +54,56 @@ class Share:
         return values[start : start + self.counts[server]]
 
 
+@dataclass(frozen=True)
+class Moment:
+    """The point in the job at which a worker has read its weights.
+
+    versions: of the servers
+    seq:      number of the worker's own pushes that were sent before, and so are a part of what was read
+    """
+
+    versions: list[int]
+    seq: int
+
+    def version(self, server: int, seq: int) -> int:
+        """Return the version that push ``seq`` would find on ``server`` if no other worker had pushed since."""
+        return self.versions[server] + seq - self.seq
+
+
 @dataclass
 class Pulled:
-    """What the servers will answer to a pull."""
+    """What the servers will answer to a pull.
+
+    seq:  number of this worker's pushes that were sent before
+    note: takes the answers' heads, once
+    loss: mean over all workers of the step before, in sync mode
+    """
 
     shares: dict[str, Share]
     widths: dict[str, int]
     answers: list[Future[Frame]]
-    versions: list[int] = field(default_factory=list)
+    seq: int = 0
+    note: Callable[[Sequence[Frame]], None] | None = None
+    moment: Moment | None = None
     dense: list[Floats] = field(default_factory=list)
+    loss: float | None = None
+
+    def wait(self) -> list[Frame]:
+        """Wait for the answers."""
+        since = monotonic()
+        frames = [answer.result() for answer in self.answers]
+        if self.moment is None:
+            activity.served("pull", since)
+            self.moment = Moment([int(frame.head["version"]) for frame in frames], self.seq)
+            self.dense = [frame.arrays[1] for frame in frames if len(frame.arrays) > 1]
+            self.loss = frames[0].head.get("loss")
+            if self.note is not None:
+                self.note(frames)
+        return frames
 
     def rows(self) -> dict[str, Floats]:
         """By table, the rows in the order in which their ids were asked for. Waits for the answers."""
-        since = monotonic()
-        frames = [answer.result() for answer in self.answers]
-        activity.served("pull", since)
-        self.versions = [int(frame.head["version"]) for frame in frames]
-        self.dense = [frame.arrays[1] for frame in frames if len(frame.arrays) > 1]
+        frames = self.wait()
         at = [0] * len(frames)
         found: dict[str, Floats] = {}
         for name, share in self.shares.items():
@@ -98,6 +132,7 @@ class Update:
     tables:  by name, the share of its ids and their gradients (or changes) in the share's order
     dense:   for each server, its blocks' gradients; empty when dense parameters do not live there
     pulled:  what rows and blocks were when they were read, where delays are compensated
+    loss:    the worker's own, in sync mode
     """
 
     weight: float
@@ -110,6 +145,7 @@ class Update:
     pulled_dense: list[Floats] = field(default_factory=list)
     values: bool = False  # answer with the blocks' new values
     blob: NDArray[np.uint8] | None = None
+    loss: float = 0.0
 
 
 class Client:
@@ -119,10 +155,11 @@ class Client:
         self.links, self.job, self.worker = list(links), job, worker
         self._tables: dict[str, TableSpec] = {table.name: table for table in job.tables}
         self.seq = 0  #: of the next push
-        self._versions = [0] * len(self.links)
+        self._moment = Moment([0] * len(self.links), 0)  # at which the dense blocks were read
         self._under_way: deque[list[Future[Frame]]] = deque()
         self._newest: list[Floats] = []  # the blocks' values of the last answered push that asked for them
         self._committed = -1
+        self.occupancy = Occupancy(job.tables, len(self.links))
         self.staleness: list[int] = []  #: of the pushes answered since it was last emptied
 
     # ---- coming and going ----
@@ -180,7 +217,7 @@ class Client:
             }
             ids = [share.cut(share.ids, server) for share in shares.values()]
             frames.append(Frame(head, [_joined(ids, np.dtype(np.int64))]))
-        return Pulled(shares, widths, self._send("pull", frames))
+        return Pulled(shares, widths, self._send("pull", frames), self.seq, self.occupancy.note)
 
     def _width(self, name: str, state: bool) -> int:
         from echelon.ps.rules import state_width
@@ -190,10 +227,10 @@ class Client:
 
     # ---- writing ----
 
-    def push(self, update: Update, versions: Sequence[int] | None = None) -> None:
-        """Send a step's update to every server; their answers are read later."""
-        known = versions or self._versions
-        frames = [self._push_frame(update, server, known[server]) for server in range(len(self.links))]
+    def push(self, update: Update, read: Moment | None = None) -> None:
+        """Send a step's update to every server; their answers are read later. ``read``: when its rows were."""
+        read = read or self._moment
+        frames = [self._push_frame(update, s, read.version(s, self.seq)) for s in range(len(self.links))]
         self._under_way.append(self._send("push", frames))
         self.seq += 1
 
@@ -221,11 +258,13 @@ class Client:
             "version": version,
             "tables": {name: share.counts[server] for name, (share, _) in update.tables.items()},
             "lrs": update.rates,
+            "limits": self.occupancy.limits(server),
             "groups": update.groups,
             "dense": bool(update.dense),
             "values": update.values,
             "commit": len(self.links) == 1,
             "kind": update.kind,
+            "loss": update.loss,
             "has": list(arrays),
         }
         return Frame(head, list(arrays.values()))
@@ -236,15 +275,25 @@ class Client:
         Others may have been answered, too. They are left: what a step sees must not depend on who was quick.
         """
         while len(self._under_way) > leave:
-            since = monotonic()
+            since, included = monotonic(), self.seq - len(self._under_way) + 1
             answers = self._gather(self._under_way.popleft())
             activity.served("push", since)
+            self.occupancy.note(answers)
             self.staleness += [int(answer.head.get("staleness", 0)) for answer in answers]
             if all(answer.arrays for answer in answers):
                 self._newest = [answer.arrays[0] for answer in answers]
-                self._versions = [int(answer.head["version"]) for answer in answers]
+                self._moment = Moment([int(answer.head["version"]) for answer in answers], included)
         newest, self._newest = self._newest, []
         return newest
+
+    def refresh(self, step: int, *, dense: bool, peek: bool) -> Pulled:
+        """Wait until every push counts, then read the blocks; what older answers brought is dropped."""
+        self.settle()
+        pulled = self.pull({}, step=step, dense=dense, peek=peek)
+        pulled.wait()
+        self._newest = []
+        self._moment = pulled.moment or self._moment
+        return pulled
 
     def settle(self) -> None:
         """Wait until every push has been answered, and let it count."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from pyarrow import flight
 
+from echelon.endpoints import split_endpoint
 from echelon.environment import PS_CA, PS_CERT, PS_KEY, PS_TOKEN
 from echelon.ps.frame import Frame
-from echelon.ps.role import split_endpoint
 from echelon.ps.security import Security
 from echelon.ps.wire import SCHEMA, from_batch
 
@@ -95,6 +95,36 @@ def refusal(error: BaseException, security: Security) -> str | None:
         why = text.rpartition("certificate verify failed: ")[2].split(". gRPC")[0]
         return f"has a certificate that {security.authority} has not signed ({why}); set {PS_CA} to the right one"
     return None
+
+
+def foreign(error: BaseException) -> str | None:
+    """Return what is wrong where a program answers that does not speak a server's protocol; else None."""
+    text = str(error)
+    if "Failed parsing HTTP/2" not in text and "http1.x server" not in text:
+        return None
+    speech = "it speaks HTTP/1" if "http1.x server" in text else "it answers in another protocol"
+    return f"is no parameter server: another program has that port ({speech}); choose another port for the server"
+
+
+def explain(error: BaseException, endpoint: str) -> str:
+    """Return why a connection failed, in the user's words where the reason is a common one."""
+    text = one_line(error)
+    if "Connection refused" in text:
+        return "nothing listens there"
+    if isinstance(error, flight.FlightTimedOutError):
+        if _accepts(endpoint):
+            return "what listens there does not answer: another program, or a server that is stopped"
+        return "its host does not answer"
+    return text
+
+
+def _accepts(endpoint: str) -> bool:
+    host, port = split_endpoint(endpoint)
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def turned_away(error: BaseException, endpoint: str, security: Security) -> str | None:

@@ -43,7 +43,7 @@ class Segment:
 
     def __init__(self, directory: Path, number: int, *, fsync: bool = False) -> None:
         self.number, self.path, self.size = number, segment_path(directory, number), 0
-        self._fsync = fsync
+        self._fsync, self._torn = fsync, False
         try:
             self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             if fsync:
@@ -53,13 +53,24 @@ class Segment:
 
     def append(self, buffers: list[Any]) -> None:
         """Write a record whole, or leave the file as it was and say why."""
+        if self._torn:  # a record behind a torn one could not be read again
+            raise CheckpointError(f"{self.path} ends in a torn record; nothing can be written after it")
         try:
-            self.size += write_all(self._handle, buffers)
+            written = write_all(self._handle, buffers)
             if self._fsync:
                 os.fdatasync(self._handle)
-        except OSError as error:
+        except BaseException as error:
+            self._undo()
+            if isinstance(error, OSError):
+                raise CheckpointError(cannot_write(self.path, error)) from None
+            raise
+        self.size += written
+
+    def _undo(self) -> None:
+        try:
             os.ftruncate(self._handle, self.size)
-            raise CheckpointError(cannot_write(self.path, error)) from None
+        except OSError:
+            self._torn = True
 
     def close(self) -> None:
         os.close(self._handle)

@@ -103,6 +103,8 @@ class Keeper:
             self._check_open()
         try:
             self._check_open()
+            if self._shard.broken:  # the journal has the truth, and a restart replays it
+                raise CheckpointError(f"what server {self._shard.server} holds is not kept: {self._shard.broken}")
             yield self._shard
         finally:
             self._shard.lock.release()
@@ -211,7 +213,7 @@ class Keeper:
     def _take(self) -> None:
         behind = self._replica is not None and self._replica.behind
         unchanged = self._manifest is not None and self._shard.lsn == self._manifest.lsn
-        if unchanged and not behind:
+        if self._shard.broken or (unchanged and not behind):
             return
         try:
             self.snapshot()

@@ -20,8 +20,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from echelon.environment import PS_JOIN_TIMEOUT
 from echelon.errors import EchelonError, PeerLost
-from echelon.ps.connection import Broken, Connection, one_line, refusal, turned_away
+from echelon.ps.connection import Broken, Connection, explain, foreign, one_line, refusal, turned_away
 from echelon.ps.frame import Frame
 from echelon.ps.security import OPEN, Security
 from echelon.ps.wire import to_batch
@@ -35,6 +36,8 @@ SOONEST, LATEST = 0.05, 0.4
 PROBE = 2.0
 #: Requests without an answer before ``send`` waits.
 IN_FLIGHT = 64
+#: Requests whose answers do not show that the server holds anything of the job.
+INTRODUCTIONS = ("hello", "open")
 
 
 @dataclass
@@ -42,6 +45,7 @@ class _Waiting:
     """A request that has no answer yet."""
 
     batch: Any
+    op: str = ""
     answer: Future[Frame] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -52,7 +56,11 @@ class _Waiting:
         if line is None:
             self.answer.set_result(frame)
         else:
-            self.answer.set_exception(EchelonError(str(line)))
+            self.answer.set_exception((PeerLost if frame.head.get("lost") else EchelonError)(str(line)))
+
+    def shows_state(self, frame: Frame) -> bool:
+        """Return True if this answer shows that the server holds values of the job."""
+        return self.op not in INTRODUCTIONS or bool(frame.head.get("begun"))
 
 
 class Link:
@@ -60,6 +68,7 @@ class Link:
 
     hello:    called after the connection was made anew, with a function that asks on it, before anything is sent again
     timeout:  seconds that the server may be away while something waits for it
+    join:     seconds that it may take to come at all; as ``timeout`` by default
     name:     what messages call the server
 
     The arrays of a frame must stay unchanged until it is answered: it may have to be sent again.
@@ -72,11 +81,15 @@ class Link:
         hello: Hello | None = None,
         security: Security = OPEN,
         timeout: float = 60.0,
+        join: float | None = None,
         name: str = "the server",
         in_flight: int = IN_FLIGHT,
     ) -> None:
         self.endpoint, self.name, self.timeout = endpoint, name, timeout
         self.reconnects = 0
+        self.holds_state = False  #: the server has shown that it holds values of the job
+        self.trouble = ""  #: why the last attempt to connect failed
+        self._join = join
         self._hello, self._security = hello, security
         self._room = threading.Semaphore(in_flight)
         self._writing = threading.Lock()  # order of requests; held while one is written
@@ -94,7 +107,7 @@ class Link:
 
     def send(self, frame: Frame) -> Future[Frame]:
         """Send a request; its answer, later. Waits only if too many are under way."""
-        waiting = _Waiting(to_batch(frame))
+        waiting = _Waiting(to_batch(frame), str(frame.head.get("op")))
         self._room.acquire()
         with self._writing:
             with self._state:
@@ -126,6 +139,11 @@ class Link:
             connection = self._connection
         if connection is not None:
             connection.cut()
+
+    def give_up(self, error: EchelonError) -> None:
+        """Let everything that waits, and everything that comes, fail with ``error``."""
+        self._end(error)
+        self.break_off()
 
     def close(self) -> None:
         """End the link; what still waits fails."""
@@ -178,7 +196,8 @@ class Link:
                 return
             except Broken as error:
                 self._drop()
-                left = self._away_since + self.timeout - time.monotonic()
+                self.trouble = str(error)
+                left = self._away_since + self._patience - time.monotonic()
                 if left <= 0:
                     raise self._lost(str(error)) from None
                 with self._state:
@@ -235,7 +254,8 @@ class Link:
             if not self._waiting:  # closed meanwhile
                 return
             first = self._waiting.popleft()
-        self._away_since, self._acquainted = None, True
+        self._away_since, self._acquainted, self.trouble = None, True, ""
+        self.holds_state = self.holds_state or first.shows_state(frame)
         self._room.release()
         first.resolve(frame)
 
@@ -258,10 +278,10 @@ class Link:
                     raise self._over from None
             line = refusal(error, self._security)
             if line is None and not self._acquainted:
-                line = turned_away(error, self.endpoint, self._security)
+                line = turned_away(error, self.endpoint, self._security) or foreign(error)
             if line is not None:
                 raise EchelonError(f"{self.name} at {self.endpoint} {line}") from None
-            raise Broken(one_line(error)) from None
+            raise Broken(explain(error, self.endpoint)) from None
 
     def _end(self, error: EchelonError) -> None:
         """No more answers: everything that waits, and everything that comes, gets ``error``."""
@@ -273,7 +293,16 @@ class Link:
             self._room.release()
             waiting.answer.set_exception(self._over)
 
+    @property
+    def _patience(self) -> float:
+        return self.timeout if self._acquainted or self._join is None else self._join
+
     def _lost(self, why: str) -> PeerLost:
+        if not self._acquainted and self._join is not None:
+            return PeerLost(
+                f"{self.name} at {self.endpoint} has not come within {self._join:g} s ({why}); "
+                f"start it, or give it more time by --join-timeout or {PS_JOIN_TIMEOUT}"
+            )
         return PeerLost(
             f"{self.name} at {self.endpoint} has not answered for {self.timeout:g} s ({why}); "
             "start it again, or look into its log for why it ended"
@@ -285,6 +314,8 @@ class Beats:
 
     Its connections are its own, so that no answer that takes long holds a beat up. A link whose server has stopped
     answering beats is broken off: a host that vanished never says so.
+
+    hear:  is given each answer and the endpoint that it came from
     """
 
     def __init__(
@@ -295,8 +326,9 @@ class Beats:
         *,
         every: float = 2.0,
         links: Sequence[Link] = (),
+        hear: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        self._worker, self._security, self._every = worker, security, every
+        self._worker, self._security, self._every, self._hear = worker, security, every, hear
         self._links = {link.endpoint: link for link in links}
         self._connections: dict[str, Connection] = {}
         self._heard = dict.fromkeys(endpoints, time.monotonic())
@@ -324,8 +356,10 @@ class Beats:
         try:
             if endpoint not in self._connections:
                 self._connections[endpoint] = Connection(endpoint, self._security)
-            self._connections[endpoint].act("beat", {"worker": self._worker}, min(self._every, PROBE))
+            answer = self._connections[endpoint].act("beat", {"worker": self._worker}, min(self._every, PROBE))
             self._heard[endpoint] = time.monotonic()
+            if self._hear is not None:
+                self._hear(endpoint, answer)
         except (pa.ArrowException, OSError, EchelonError):  # whoever needs the server says what is wrong with it
             if endpoint in self._connections:
                 self._connections.pop(endpoint).close()

@@ -31,6 +31,7 @@ class Mode:
         self.version = 0
         self.frozen = False  #: a worker is joining: nothing more is applied until all servers know it
         self.staleness = Staleness()
+        self.loss: float | None = None  #: mean over all workers in the last step; None: no worker had an example
 
     # ---- changes ----
 
@@ -150,6 +151,7 @@ class Sync(Mode):
         for push in pushes:
             self.staleness.record(max(0, self.version - push.version))
         total = sum(push.weight for push in pushes)
+        self.loss = sum(push.loss * push.weight for push in pushes if push.weight) / total if total else None
         if not total:
             return  # no worker had an example
         shares = [push.weight / total for push in pushes]
@@ -165,7 +167,9 @@ class Sync(Mode):
     def _apply_table(self, name: str, taking: list[tuple[Push, float]]) -> None:
         pushes = [push for push, _ in taking]
         ids, rows = merge([p.ids[name] for p in pushes], [p.rows[name] for p in pushes], [share for _, share in taking])
-        self.store.update(name, ids, rows, next((p.rates[name] for p in pushes if name in p.rates), None))
+        rate = next((p.rates[name] for p in pushes if name in p.rates), None)
+        limit = min((p.limits[name] for p in pushes if name in p.limits), default=None)
+        self.store.update(name, ids, rows, rate, limit)
 
 
 def _weighted(parts: list[tuple[Floats, float]]) -> Floats:
@@ -198,7 +202,7 @@ class Async(Mode):
             gradient = push.rows[name]
             if self.job.compensate and name in push.pulled_rows:
                 gradient = self._caught_up(gradient, self.store.tables[name].pull(ids), push.pulled_rows[name])
-            self.store.update(name, ids, gradient, push.rates.get(name))
+            self.store.update(name, ids, gradient, push.rates.get(name), push.limits.get(name))
         if push.dense is not None:
             gradient = push.dense
             if self.job.compensate and push.pulled_dense is not None:
@@ -224,7 +228,7 @@ class Geo(Async):
 
     def _apply(self, push: Push) -> None:
         for name, ids in push.ids.items():
-            self.store.add(name, ids, push.rows[name])
+            self.store.add(name, ids, push.rows[name], push.limits.get(name))
         if push.dense is not None:
             self.store.add_dense(push.dense)
 

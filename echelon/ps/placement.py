@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from echelon.errors import UsageError
 from echelon.ps.hashing import stable_hash
@@ -15,7 +15,7 @@ MIN_BLOCK = 8192
 
 #: Given the blocks' names and the number of servers, the server of each.
 Dispatcher = Callable[[Sequence[str], int], Sequence[int]]
-SplitMethod = Literal["round_robin", "hash_name"] | Dispatcher
+SplitMethod = str | Dispatcher
 
 
 class Piece(NamedTuple):

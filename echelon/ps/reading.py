@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import DataError
-from echelon.ps.client import Client, Floats, Ids, Pulled, Share
+from echelon.ps.client import Client, Floats, Ids, Moment, Pulled, Share
 from echelon.ps.table import dedupe, merge
 
 #: What tells a tensor of ids from others of the same batch.
@@ -102,27 +102,30 @@ class Reading:
         self._leaves: list[Tensor] = []
         self._asked: list[Asked] = []
         self._ahead: deque[Asked] = deque(maxlen=2)  # questions for the next batches, in order
-        self.versions: list[int] | None = None  #: of the servers, when this step's rows were read
+        self.moment: Moment | None = None  #: when this step's rows were read
         self.in_step = False
         self.computed: set[str] = set()  #: tables whose ids are computed in the model, so that nothing can be ahead
         self.values: list[Floats] = []  #: dense values that came with the last pull
         self.pull: Callable[..., Pulled] = client.pull
+        self.before_peek: Callable[[], None] = lambda: None  #: called by a lookup outside of a step
 
     # ---- a step ----
 
     def begin(self, batch: Any, dense: bool) -> None:
         """Start a step on ``batch``; what was asked ahead for it is taken up."""
         self._leaves = _tensors(batch)
-        self._asked, self.in_step, self.values, self.versions = [], True, [], None
+        self._asked, self.in_step, self.values, self.moment = [], True, [], None
         asked = self._asked_ahead(self._views_of(self._leaves), dense)
         if asked.pulled is not None:
             self._asked.append(asked)
             self._receive(asked)
 
-    def ask_ahead(self, batch: Any, dense: bool) -> None:
-        """Ask for the rows of the next batch."""
-        if self._views or dense:
-            self._ahead.append(self.ask(self._views_of(_tensors(batch)), dense))
+    def ask_ahead(self, batch: Any, dense: bool) -> Pulled | None:
+        """Ask for the rows of the next batch; returns the question, if there is one."""
+        if not (self._views or dense):
+            return None
+        self._ahead.append(self.ask(self._views_of(_tensors(batch)), dense))
+        return self._ahead[-1].pulled
 
     def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> Asked:
         asked = Asked(tensors=[ids for _, ids in wanted])
@@ -143,7 +146,7 @@ class Reading:
         assert asked.pulled is not None
         rows = asked.pulled.rows()
         self.values = asked.pulled.dense or self.values
-        self.versions = self.versions or asked.pulled.versions
+        self.moment = self.moment or asked.pulled.moment
         for table, values in rows.items():
             leaf = torch.from_numpy(_own(values)).to(self._device).requires_grad_()
             asked.found[table] = Found(table, asked.pulled.shares[table], leaf, values, asked.ids[table])
@@ -169,6 +172,7 @@ class Reading:
         return asked.found[table].rows, torch.from_numpy(asked.inverse[key]).to(self._device)
 
     def _peek(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.before_peek()
         unique, inverse = dedupe(_joined_ids([ids]))
         rows = self._client.pull({table: unique}, step=self._client.seq, peek=True).rows()[table]
         return torch.from_numpy(_own(rows)).to(self._device), torch.from_numpy(inverse).to(self._device)

@@ -65,8 +65,10 @@ class Push:
     worker: int
     seq: int
     weight: float
+    loss: float
     version: int
     rates: dict[str, float]
+    limits: dict[str, int]
     groups: list[dict[str, Any]]
     kind: str
     values: bool
@@ -111,8 +113,10 @@ def read_push(frame: Frame, layout: Layout) -> Push:
         worker=worker_of(head),
         seq=whole(head, "seq", 0),
         weight=number(head, "weight", 1.0),
+        loss=_loss(head),
         version=whole(head, "version", 0, default=0),
         rates=_rates(head, layout),
+        limits=_limits(head, layout),
         groups=groups,
         kind=kind,
         values=flag(head, "values"),
@@ -175,6 +179,14 @@ def number(head: dict[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
+def _loss(head: dict[str, Any]) -> float:
+    """Return a worker's loss; one that is not finite is for the workers to judge."""
+    value = head.get("loss", 0.0)
+    if type(value) not in (int, float):
+        raise RequestError(f"a push has loss={_short(value)}; it must be a number")
+    return float(value)
+
+
 def flag(head: dict[str, Any], name: str) -> bool:
     value = head.get(name, False)
     if type(value) is not bool:
@@ -219,6 +231,13 @@ def _rates(head: dict[str, Any], layout: Layout) -> dict[str, float]:
     if not isinstance(rates, dict):
         raise RequestError(f"a push has lrs={_short(rates)}; it must give rates by table")
     return {known_table(name, layout): number(rates, name, 0.0) for name in rates}
+
+
+def _limits(head: dict[str, Any], layout: Layout) -> dict[str, int]:
+    limits = head.get("limits", {})
+    if not isinstance(limits, dict):
+        raise RequestError(f"a push has limits={_short(limits)}; it must give rows by table")
+    return {known_table(name, layout): whole(limits, name, 1) for name in limits}
 
 
 def _named(frame: Frame) -> dict[str, NDArray[Any]]:

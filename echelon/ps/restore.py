@@ -136,6 +136,11 @@ class Restorable(Kept, Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def broken(self) -> str:
+        """Why the state is not what its journal says; '' where it is."""
+        ...
+
     def facts(self) -> Sequence[Frame]:
         """Everything but rows and dense blocks: version, sequence numbers, members, pending pushes, ..."""
         ...
@@ -178,7 +183,7 @@ def restore(shard: Restorable, directory: Path, manifest: Manifest) -> int:
                 count += 1
             shard.set_floors({}, 0)
             return count
-    except CheckpointError:
+    except BaseException:
         shard.forget()
         raise
 

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from echelon.endpoints import Trainers, parse_endpoints, read_trainer_id, read_trainers
 from echelon.environment import (
     PADDLE_ENDPOINT,
+    PADDLE_ENDPOINTS,
     PADDLE_PORT,
     PADDLE_RANK,
     PADDLE_SERVERS,
@@ -71,8 +73,8 @@ def find_role(
     env: Mapping[str, str] | None = None,
     *,
     pservers: str | Sequence[str] | None = None,
-    trainers: int | None = None,
-    trainer_id: int | None = None,
+    trainers: Trainers = None,
+    trainer_id: int | str | None = None,
     role: str | None = None,
     current_endpoint: str | None = None,
     session: str | None = None,
@@ -104,26 +106,6 @@ def find_role(
     )
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """``host:port`` in its two parts; an IPv6 host stands in brackets. Port 0: any free one, for a server."""
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"'{endpoint}' is no endpoint; write HOST:PORT, for example 127.0.0.1:6174")
-    return host, int(port)
-
-
-def parse_endpoints(given: str | Sequence[str]) -> tuple[str, ...]:
-    """A list of servers, written with commas or as a sequence; each one a ``host:port``, none twice."""
-    parts = given.split(",") if isinstance(given, str) else list(given)
-    endpoints = tuple(part.strip() for part in parts)
-    for endpoint in endpoints:
-        if split_endpoint(endpoint)[1] == 0:
-            raise UsageError(f"{endpoint} among the servers has no port that workers could call; give it one above 0")
-        if endpoints.count(endpoint) > 1:
-            raise UsageError(f"{endpoint} is listed twice among the servers; list each server once")
-    return endpoints
-
-
 def _endpoints(env: Mapping[str, str], given: str | Sequence[str] | None) -> tuple[str, ...]:
     found = given or next((env[name] for name in PADDLE_SERVERS if env.get(name)), None)
     return parse_endpoints(found) if found else ()
@@ -138,15 +120,21 @@ def _part(env: Mapping[str, str], given: str | None, has_servers: bool) -> Part:
     return part if has_servers or part == "server" else "alone"
 
 
-def _workers(env: Mapping[str, str], given: int | None) -> int:
-    count = whole_number(env, PADDLE_WORLD, whole_number(env, "WORLD_SIZE", 1)) if given is None else given
+def _workers(env: Mapping[str, str], given: Trainers) -> int:
+    """The number of workers: as given, or counted where a list of their endpoints was given."""
+    found = read_trainers(given)
+    if found is None and not env.get(PADDLE_WORLD) and not env.get("WORLD_SIZE") and env.get(PADDLE_ENDPOINTS):
+        found = parse_endpoints(env[PADDLE_ENDPOINTS], "trainer")
+    if isinstance(found, tuple):
+        return len(found)
+    count = whole_number(env, PADDLE_WORLD, whole_number(env, "WORLD_SIZE", 1)) if found is None else found
     if count < 1:
         raise UsageError(f"{_origin(given, 'trainers', PADDLE_WORLD)} is {count}; a job has 1 worker or more")
     return count
 
 
-def _trainer_id(env: Mapping[str, str], given: int | None, workers: int) -> int:
-    number = given
+def _trainer_id(env: Mapping[str, str], given: int | str | None, workers: int) -> int:
+    number = read_trainer_id(given)
     if number is None and (env.get(PADDLE_RANK) or env.get("RANK")):
         number = whole_number(env, PADDLE_RANK if env.get(PADDLE_RANK) else "RANK")
     if number is None and workers > 1:

@@ -24,15 +24,17 @@ from typing import Any, NoReturn
 
 from echelon.environment import PS_STATE
 from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.ps.company import Company
 from echelon.ps.frame import Frame
 from echelon.ps.keeper import Keeper, home_of
-from echelon.ps.peers import Peers
+from echelon.ps.peers import PATIENCE, Peers
 from echelon.ps.revival import SESSION, find_job
 from echelon.ps.role import Role, find_role
 from echelon.ps.security import Security
 from echelon.ps.server import Server
 from echelon.ps.shard import Shard
 from echelon.record.servers import ServerFigures
+from echelon.wait_notice import WaitNotice
 
 #: Seconds between two looks at who is there.
 LOOK = 0.1
@@ -40,6 +42,8 @@ LOOK = 0.1
 UNGATED = ("beat", "stats", "mirror", "mirrored")
 #: Seconds for clients to hang up after the last worker has left.
 FAREWELL = 5.0
+#: Seconds for workers to hear why a server ends before they do; more than the time between two beats.
+LAST_WORD = 2.5
 
 
 def serve(role: Role, *, state: Path | None = None, security: Security | None = None) -> int:
@@ -72,12 +76,12 @@ class Post:
     def __init__(self, role: Role, state: Path | None, security: Security) -> None:
         self._role, self._state = role, state
         self._peers = Peers(role.endpoints, security)
-        self._stop, self._revived = threading.Event(), threading.Event()
+        self._stop, self._revived, self._ending = threading.Event(), threading.Event(), threading.Event()
         self._code = 0
         keep = self._keeper if state is not None else None
         self.shard = Shard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
         self._server = Server(role.endpoints[role.index], self._handle, security)
-        self._began = time.monotonic()
+        self._company, self._reason = Company(role, self.shard), ""
         self._figures = ServerFigures(role.index, self.shard, lambda: self._server.traffic)
 
     def hold(self) -> int:
@@ -87,55 +91,62 @@ class Post:
         try:
             self._revive()
             while not self._stop.wait(LOOK) and not self.shard.done():
-                self._check_company()
+                self._company.check()
                 self._figures.look()
+        except EchelonError as error:
+            self._reason = str(error)
+            self._tell_reason()
+            raise
         finally:
             self._figures.close()
             self._leave()
         return self._code
 
-    def stop(self, code: int) -> None:
-        """End with this exit code; what was kept stays, for the next process to go on from."""
-        self._code = code
+    def stop(self, number: int) -> None:
+        """End because of this signal; what was kept stays, for the next process to go on from."""
+        self._code = 128 + number
+        self._reason = f"server {self._role.index} was stopped by {signal.Signals(number).name}"
         self._stop.set()
 
     def _handle(self, frame: Frame, gone: Callable[[], bool]) -> Frame:
         """Workers are answered when it is known whether this server has held their job before."""
-        if frame.head.get("op") == SESSION:
+        op, worker = frame.head.get("op"), frame.head.get("worker")
+        if op in ("hello", "beat"):
+            self._company.greet(worker)
+        if self._ending.is_set():
+            self._company.tell(worker)
+            if op == "beat":
+                return Frame({"ok": True, "ending": self._reason})
+            raise PeerLost(self._reason)
+        if op == SESSION:
             return Frame({"ok": True, SESSION: self.shard.job.session if self.shard.opened else None})
-        while frame.head.get("op") not in UNGATED and not self._revived.wait(LOOK):
+        while op not in UNGATED and not self._revived.wait(LOOK):
             if gone() or self._stop.is_set():
                 raise PeerLost(f"server {self._role.index} had not finished starting")
-        return self.shard.handle(frame, gone)
+        answer = self.shard.handle(frame, gone)
+        if self._ending.is_set():
+            self._company.tell(worker)
+        return Frame({**answer.head, **self._company.news()}) if op == "beat" else answer
+
+    def _tell_reason(self) -> None:
+        """Give the workers, which ask or beat every few seconds, the time to hear why this server ends."""
+        self._ending.set()
+        self.shard.dismiss(self._reason)
+        deadline = time.monotonic() + LAST_WORD
+        while self._server.streams and self._company.untold() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _revive(self) -> None:
         """Bring the job back that an earlier process of this server held."""
         if self._state is not None:
-            job = find_job(self._state, self._role.index, self._neighbour())
+            me = f"server {self._role.index}"
+            with WaitNotice(me, PATIENCE, component="ps").during(self._holder):
+                job = find_job(self._state, self._role.index, self._neighbour())
             if job is not None and job["servers"] == len(self._role.endpoints):
                 answer = self.shard.handle(Frame({"op": "open", "worker": -1, "job": job}))
                 if "error" in answer.head:
                     raise EchelonError(answer.head["error"])
         self._revived.set()
-
-    def _check_company(self) -> None:
-        """Raise when it is no use to go on."""
-        waited, patience, me = time.monotonic() - self._began, self._role.join_timeout, f"server {self._role.index}"
-        if not self.shard.opened:
-            if waited > patience:
-                workers = _workers(self._role.workers)
-                raise PeerLost(f"{me} has waited {patience:g} s and no worker has opened a job; start the {workers}")
-            return
-        live, beats = self.shard.members.live(), self.shard.beats
-        missing = [worker for worker in live if not beats.ever(worker)]
-        if missing and waited > patience:
-            end = f"start {_it(missing)}, or fewer with trainers="
-            raise PeerLost(f"{me} has waited {patience:g} s for {_named(missing)}; {end}")
-        silence = min((beats.silent_for(worker) for worker in live), default=0.0)
-        if silence > max(patience, self.shard.job.patience):
-            raise PeerLost(
-                f"{me} has heard nothing of {_named(live)} for {silence:.0f} s; start the job again to go on from here"
-            )
 
     def _leave(self) -> None:
         """Hang up on the others first, and wait a little for them to do the same: a neighbour may still write here."""
@@ -144,7 +155,7 @@ class Post:
         deadline = time.monotonic() + (FAREWELL if done else 0.0)
         while self._server.streams and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.shard.close()
+        self.shard.close(self._reason)
         if done and self._state is not None:
             shutil.rmtree(self._home(self.shard.job.session), ignore_errors=True)  # nobody will come back for it
         self._server.close()
@@ -159,23 +170,18 @@ class Post:
         count = len(self._role.endpoints)
         return partial(self._peers.ask, (self._role.index + 1) % count) if count > 1 else None
 
+    def _holder(self) -> str:
+        """Name the server of ``_neighbour``; '' if there is none."""
+        holder = (self._role.index + 1) % len(self._role.endpoints)
+        return (
+            ""
+            if holder == self._role.index
+            else f"server {holder} at {self._role.endpoints[holder]}, which may hold its replica"
+        )
+
     def _home(self, session: str) -> Path:
         assert self._state is not None
         return home_of(self._state, session, self._role.index)
-
-
-def _workers(count: int) -> str:
-    return "worker" if count == 1 else f"{count} workers"
-
-
-def _named(workers: Sequence[int]) -> str:
-    shown = ", ".join(str(worker) for worker in workers[:20])
-    more = f" and {len(workers) - 20} more" if len(workers) > 20 else ""
-    return f"worker{'s' if len(workers) > 1 else ''} {shown}{more}"
-
-
-def _it(workers: Sequence[int]) -> str:
-    return "it" if len(workers) == 1 else "them"
 
 
 @contextlib.contextmanager
@@ -186,7 +192,7 @@ def _signals(stop: Any) -> Iterator[None]:
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:
-        signal.signal(number, lambda number, _: stop(128 + number))
+        signal.signal(number, lambda number, _: stop(number))
     try:
         yield
     finally:

@@ -7,21 +7,24 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon import world as worlds
+from echelon.amounts import things
 from echelon.environment import RESTART_COUNT
-from echelon.errors import CheckpointError, PeerLost, UsageError
+from echelon.errors import CheckpointError, UsageError
 from echelon.nn.sparse_embedding import tables_of
 from echelon.ps.blocks import Blocks, check_parameters
-from echelon.ps.client import Client, Update
+from echelon.ps.catch_up import attach
+from echelon.ps.client import Client, Pulled, Update
+from echelon.ps.contact import Contact
 from echelon.ps.frame import Frame
 from echelon.ps.geo import Geo
 from echelon.ps.job import group_settings, make_job, table_seed
@@ -46,15 +49,21 @@ class Served:
         #: whether servers hold the dense parameters too; without servers nobody else could
         self.dense = settings.dense_on_servers and self.remote
         self.worker, self.workers = (role.index, role.workers) if self.remote else (0, 1)
+        self._model, self._hooks = model, list[RemovableHandle]()
         self._tables = tables_of(model, lambda name: table_seed(seed, name))
         self.blob: Callable[[], bytes] | None = None  #: what this worker needs to go on after a restart
         #: whether this process's own optimizer steps the dense parameters
         self.steps_here = not self.dense or self.settings.mode == "geo"
         self._geo: Geo | None = None
         self._next: Any = None  # the batch after this one
+        self._ahead: Pulled | None = None  # what was asked for the step after this one
         self._begun = False
+        self._is_behind = False  # an update was pushed whose result is not in the model
+        #: whether workers step together and know of one another through servers only
+        self.steps_together = self.dense and self.settings.mode == "sync"
         self._stale: list[int] = []
         self.client: Client | None = None
+        self._contact: Contact | None = None
 
     # ---- opening ----
 
@@ -74,8 +83,8 @@ class Served:
             trainers=self.workers,
             seed=self._seed,
         )
-        links = connect(self.role, job.servers, self.settings.timeout, job.session)
-        self.client = Client(links, job, self.worker)
+        self._contact = Contact(self.role, job, self.settings.timeout)
+        self.client = Client(self._contact.links, job, self.worker)
         self.reading = Reading(self.client, self._device)
         self._blocks = Blocks(job.blocks, trained, job.servers)
         for name, (_, modules) in self._tables.items():
@@ -84,9 +93,17 @@ class Served:
         if self.settings.mode == "geo":
             self._geo = Geo(self.client, self._blocks, self.workers, self.settings.k_steps)
             self.reading.pull = self._geo.pull
-        self._standing = self.client.hello()
-        self.client.open()
-        self._beats = beating(self.role, self.worker, links)
+        self.reading.before_peek = self.catch_up
+        if self.dense and not self.steps_together:
+            self._hooks = attach(self._model, self.catch_up)
+        try:
+            with self._contact.wait_told():
+                self._standing = self.client.hello()
+                self.client.open()
+        except BaseException:
+            self.close(done=False)  # at the end of the process there is no job to leave
+            raise
+        self._contact.keep()
 
     def _session(self) -> str:
         """Workers that are bound together restart together, and their servers begin anew with them."""
@@ -143,7 +160,7 @@ class Served:
     def step(self, batch: Any) -> Iterator[None]:
         """Around forward and backward of ``batch``."""
         assert self.client is not None
-        waits = self.settings.mode in ("sync", "bounded")
+        waits = self.settings.mode == "bounded" or (self.settings.mode == "sync" and self._is_behind)
         self.reading.begin(batch, dense=self.dense and waits)
         answered = self.client.collect(self._leave())  # of pushes; what they could not do is raised here
         self._install(self.reading.values or answered)
@@ -157,8 +174,12 @@ class Served:
         """Pushes that may stay unanswered while the next step computes."""
         return 1 if self.settings.prefetch and self.settings.mode == "async" else 0
 
-    def update(self, samples: float, weight: float) -> None:
-        """Push the step's gradients: of the mean over ``samples``, times the ``weight`` that the loss was given."""
+    def update(self, samples: float, weight: float, loss: Tensor | None = None) -> None:
+        """Push the step's gradients: of the mean over ``samples``, times the ``weight`` that ``loss`` was given."""
+        self._push(samples, weight, loss)
+        self._is_behind = True
+
+    def _push(self, samples: float, weight: float, loss: Tensor | None) -> None:
         assert self.client is not None
         tables = self.reading.gradients(1.0 / weight if weight else 0.0) if samples else {}
         rates = {name: float(modules[0].lr) for name, (_, modules) in self._tables.items()}
@@ -180,12 +201,26 @@ class Served:
             pulled_rows=self.reading.origins(tables) if compensated else {},
             pulled_dense=self._blocks.values() if compensated and self.dense else [],
             blob=self._blob(),
+            loss=float(loss) if loss is not None and samples and self.steps_together else 0.0,
         )
-        self.client.push(update, self.reading.versions)
+        self.client.push(update, self.reading.moment)
         self.reading.end()
         if self._next is not None and self.settings.mode in ("sync", "bounded"):
             self._ask_ahead()
         self._note_staleness()
+
+    def finish_step(self, own: Tensor) -> Tensor:
+        """Wait for the other workers' part of the step, take up its result, and return the mean loss over all workers.
+
+        It comes with what is asked for the next step anyhow. For workers that step together; see ``steps_together``.
+        """
+        assert self.client is not None
+        self.client.collect()  # a push that was refused says why; the pull would only say that it is missing
+        pulled, self._ahead = self._ahead or self.client.pull({}, step=self.client.seq, dense=True), None
+        pulled.wait()
+        self._install(pulled.dense)
+        pulled.dense, self._is_behind = [], False
+        return own if pulled.loss is None else own.new_tensor(pulled.loss)
 
     def _blob(self) -> NDArray[np.uint8] | None:
         return np.frombuffer(self.blob(), np.uint8) if self.blob and self.dense else None
@@ -207,7 +242,8 @@ class Served:
 
     def _ask_ahead(self) -> None:
         batch, self._next = self._next, None
-        self.reading.ask_ahead(batch, dense=self.dense and self.settings.mode != "async")
+        asked = self.reading.ask_ahead(batch, dense=self.dense and self.settings.mode != "async")
+        self._ahead = asked if self.steps_together else None
 
     def _install(self, values: Sequence[NDArray[np.float32]]) -> None:
         if self._geo is not None:
@@ -227,17 +263,23 @@ class Served:
 
     # ---- between steps ----
 
+    def catch_up(self) -> None:
+        """Bring the last update into the model, unless it is there or a step is under way."""
+        if self._is_behind and self.client is not None and not self.reading.in_step:
+            self.refresh()
+
     def refresh(self) -> None:
         """Let every push count, and take up the servers' values: before the model is shown, judged or stored."""
         assert self.client is not None
         if self._geo is not None and self._geo.steps:
             self._geo.exchange(self._blob())
-        self.client.settle()
         together = self.settings.mode == "sync"  # then others' last pushes belong to the same step: wait for them
         if self.dense or together:
-            pulled = self.client.pull({}, step=self.client.seq, dense=self.dense, peek=not together)
-            pulled.rows()
+            pulled = self.client.refresh(self.client.seq, dense=self.dense, peek=not together)
             self._install(pulled.dense)
+        else:
+            self.client.settle()
+        self._is_behind = False
 
     def new_pass(self) -> None:
         """A pass over the data is done: rows may expire."""
@@ -309,14 +351,16 @@ class Served:
             return
         client = self.client
         try:
-            if done and self._geo is not None and self._geo.steps:
-                self._geo.exchange(self._blob())
+            if done and (self.dense or client.occupancy.is_counted):
+                self.catch_up()
             if done:
                 client.leave()
         finally:
             self.client = None
-            if self._beats is not None:
-                self._beats.close()
+            for hook in self._hooks:
+                hook.remove()
+            if self._contact is not None:
+                self._contact.close()
             client.close()
 
     def summary(self) -> str | None:
@@ -329,53 +373,22 @@ class Served:
         most = max(server["staleness"]["max"] for server in servers)
         return f"staleness: others made {mean:.1f} updates between a read and its push on average, {most} at most"
 
+    def describe_processes(self) -> str | None:
+        """Return workers and servers in words where workers know of one another through servers only; else None."""
+        if not self.dense:
+            return None
+        servers = things(len(self.role.endpoints), "server")
+        return f"{things(self.workers, 'worker')} x {self._device.type}, {servers}"
+
     def describe(self) -> Iterator[str]:
         """For the announcement of the run."""
-        where = f"{len(self.role.endpoints)} servers" if self.remote else "this process (no servers in this job)"
+        where = things(len(self.role.endpoints), "server") if self.remote else "this process (no servers in this job)"
         for name, (spec, modules) in self._tables.items():
             rule = type(spec.rule).__name__.lower()
             shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
-            yield f"table '{name}': {spec.dim} floats a row, {rule}, on {where}{shared}"
+            yield f"table '{name}': {things(spec.dim, 'float')} a row, {rule}, on {where}{shared}"
         if self.remote:
             how = "on the servers" if self.dense else "summed between workers"
             exact = "" if self.settings.mode == "sync" else " (inexact)"
-            yield f"parameter server: {self.settings.mode}{exact}, {self.workers} workers, dense parameters {how}"
-
-
-def connect(role: Role, servers: int, timeout: float, session: str) -> list[Any]:
-    """A link to each server; to one inside this process when the job has none."""
-    if not role.endpoints:
-        from echelon.ps.local import DirectLink, own_shard
-
-        return [DirectLink(own_shard().handle)]
-    from echelon.ps.link import Link
-    from echelon.ps.security import Security
-
-    security = Security.from_environment()
-    return [
-        Link(
-            endpoint, hello=partial(_greet, index, session), security=security, timeout=timeout, name=f"server {index}"
-        )
-        for index, endpoint in enumerate(role.endpoints)
-    ]
-
-
-def _greet(index: int, session: str, call: Callable[[Frame], Frame]) -> None:
-    """After a lost connection: is it still the server that has our state?"""
-    known = call(Frame({"op": "hello", "worker": -1, "session": session})).head
-    if known.get("opened") and known.get("session") == session:
-        return
-    raise PeerLost(
-        f"server {index} came back without its state (its journal is off or lost); start the job again: it goes on "
-        "from the last checkpoint. ParameterServer(journal=True), or replica=True for lost hosts, prevents it"
-    )
-
-
-def beating(role: Role, worker: int, links: Sequence[Any]) -> Any:
-    """Tells the servers, now and then, that this worker lives."""
-    if not role.endpoints:
-        return None
-    from echelon.ps.link import Beats
-    from echelon.ps.security import Security
-
-    return Beats(role.endpoints, worker, Security.from_environment(), links=links)
+            workers = things(self.workers, "worker")
+            yield f"parameter server: {self.settings.mode}{exact}, {workers}, dense parameters {how}"

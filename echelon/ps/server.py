@@ -17,10 +17,11 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from echelon.errors import EchelonError, UsageError
+from echelon.endpoints import split_endpoint
+from echelon.errors import EchelonError, PeerLost, UsageError
 from echelon.ps.connection import STREAM, one_line, quiet_grpc
 from echelon.ps.frame import Frame
-from echelon.ps.role import split_endpoint
+from echelon.ps.port_check import check_port
 from echelon.ps.security import OPEN, Security
 from echelon.ps.wire import SCHEMA, from_batch, to_batch
 
@@ -41,6 +42,7 @@ class Server:
     ) -> None:
         host, port = split_endpoint(endpoint)
         security.check_bind(host)
+        check_port(endpoint)
         quiet_grpc()
         middleware = {"admission": _Admission(security)} if security.token is not None else None
         try:
@@ -50,7 +52,8 @@ class Server:
                 **security.server_options(),
             )
         except (pa.ArrowException, OSError) as error:
-            raise UsageError(f"cannot listen on {endpoint} ({one_line(error)}); use a free port of this host") from None
+            why = "; look at its certificate and key" if security.certificate else "; use a free port of this host"
+            raise UsageError(f"cannot listen on {endpoint} ({one_line(error)}){why}") from None
         self._port.frames = _Streams(handler, max_streams)
         self.endpoint = f"{host}:{self._port.port}"
 
@@ -98,7 +101,7 @@ class _Streams:
         try:
             return self._counted(batch, to_batch(self._handler(from_batch(batch), gone)))
         except EchelonError as error:
-            return to_batch(Frame({"error": one_line(error)}))
+            return to_batch(Frame({"error": one_line(error), "lost": isinstance(error, PeerLost)}))
         except Exception as error:
             log.exception("a request failed")
             return to_batch(Frame({"error": f"the server failed with {type(error).__name__}: {one_line(error)}"}))

@@ -68,7 +68,7 @@ class Shard(State):
             operation = self._operation(frame.head)
             return operation(frame, gone)
         except EchelonError as error:
-            return Frame({"error": " ".join(str(error).split())})
+            return Frame({"error": " ".join(str(error).split()), "lost": isinstance(error, PeerLost)})
 
     def _operation(self, head: dict[str, Any]) -> Callable[[Frame, Gone], Frame]:
         name = head.get("op")
@@ -91,7 +91,7 @@ class Shard(State):
             worker = worker_of(frame.head)
             seat = self.members.seats.get(worker, Seat())
             head |= {"session": self.job.session, "seq": seat.seq, "version": self.version, "member": seat.live()}
-            head |= {"fenced": seat.fenced, "last": self.members.last_step(worker)}
+            head |= {"begun": self.store.begun, "fenced": seat.fenced, "last": self.members.last_step(worker)}
             return Frame(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
 
     def open(self, frame: Frame, gone: Gone) -> Frame:
@@ -132,10 +132,14 @@ class Shard(State):
         with self.lock:
             self.counts["pulls"] += 1
             self.counts["waited"] += waited
-            version = self.version
+            told = {"version": self.version, "waited": waited} | ({} if pull.peek else self._step_figures())
         rows = [self._rows(name, ids, pull.state) for name, ids in pull.ids.items()]
         arrays = [rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.empty(0, np.float32)]
-        return Frame({"ok": True, "version": version, "waited": waited}, arrays + [self.dense.values()] * pull.dense)
+        return Frame({"ok": True, **told}, arrays + [self.dense.values()] * pull.dense)
+
+    def _step_figures(self) -> dict[str, Any]:
+        """Return what all workers are told of the step before, the same to each: no worker has pushed the next one."""
+        return {"rows": self.store.capped_rows()} | ({} if self.mode.loss is None else {"loss": self.mode.loss})
 
     def _rows(self, name: str, ids: Any, state: bool) -> Any:
         table = self.tables[name]
@@ -156,6 +160,8 @@ class Shard(State):
             else:
                 self._check_order(push, seat)
                 answer = self.change(self.stamped(frame))
+            if self.job.mode != "sync":  # there they are told with the step's end, the same to all workers
+                answer["rows"] = self.store.capped_rows()
         return Frame({"ok": True, **answer}, [self.dense.values()] * push.values)
 
     def _check_order(self, push: Push, seat: Seat) -> None:
@@ -288,6 +294,8 @@ class Shard(State):
     def _wait_for(self, pull: Pull, gone: Gone) -> float:
         def missing() -> dict[int, str]:
             if not self.store.begun:
+                if self.broken:
+                    raise EchelonError(self.broken)
                 return {0: "has not sent the first values"}
             if pull.peek:
                 return {}
@@ -314,6 +322,8 @@ class Shard(State):
                     self.moved.wait(TICK)
 
     def _check_going_on(self, layout: Layout) -> None:
+        if self.reason:
+            raise PeerLost(self.reason)
         if self.closed or self.layout is not layout:
             raise PeerLost(
                 f"server {self.server} is going" if self.closed else "the job was replaced by another session"
@@ -324,8 +334,15 @@ class Shard(State):
         with self.lock:
             return self.opened and not self.members.live()
 
-    def close(self) -> None:
-        """Let nobody wait any longer."""
+    def dismiss(self, reason: str) -> None:
+        """Let nobody wait any longer, for this ``reason``."""
+        with self.lock:
+            self.reason = self.reason or reason
+            self.moved.notify_all()
+
+    def close(self, reason: str = "") -> None:
+        """Let nobody wait any longer, and write nothing down any more."""
+        self.dismiss(reason)
         with self.lock:
             self.closed = True
             self.moved.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from echelon.ps.spec import JobSpec
 from echelon.ps.staleness import Staleness
 from echelon.ps.store import Store
 from echelon.ps.table import Table
+
+log = logging.getLogger("echelon.ps")
 
 #: States of its own that a worker may have kept here: the last two.
 BLOBS = 2
@@ -72,6 +75,7 @@ class State:
         self.moved = threading.Condition(self.lock)
         self.lsn = 0  #: changes applied so far
         self.opened = self.closed = False
+        self.reason = ""  #: why the server ends, for callers that wait
         self.keeper: Keeper | None = None
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
         self._directory, self._keep, self._clock, self._wall = directory, keep, clock, wall
@@ -140,12 +144,18 @@ class State:
             if self.broken:
                 raise EchelonError(self.broken)
             if self.closed:  # nothing writes changes down any more
-                raise PeerLost(f"server {self.server} is ending")
+                raise PeerLost(self.reason or f"server {self.server} is ending")
             if self.keeper is not None:
                 self.keeper.append(frame)
-            answer = self.apply(frame)
-            self._note_evicted()
-            self.moved.notify_all()
+            try:
+                answer = self.apply(frame)
+                self._note_evicted()
+            except Exception as error:
+                self._break(frame, error)
+                log.exception("a change failed")
+                raise EchelonError(self.broken) from error
+            finally:
+                self.moved.notify_all()  # of a failure too: a caller that waits for this step is told
         if self.broken:
             raise EchelonError(self.broken)
         return answer
@@ -153,14 +163,28 @@ class State:
     def apply(self, frame: Frame) -> dict[str, Any]:
         """Make a change that was written down. Depends on nothing but the state and the frame."""
         with self.lock:
-            self.store.moment(self.lsn + 1, int(frame.head.get("now", 0)))
             try:
+                self.store.moment(self.lsn + 1, int(frame.head.get("now", 0)))
                 return self._changes[frame.head["op"]](frame)
             except EchelonError as error:
                 self.broken = " ".join(str(error).split())  # a step was applied in part: there is no going on
                 return {"error": self.broken}
+            except BaseException as error:  # memory, torch, CUDA: the state is no longer what its journal says
+                self._break(frame, error)
+                raise
             finally:
                 self.lsn += 1
+
+    def _break(self, frame: Frame, error: BaseException) -> None:
+        """Mark the state as one that differs from its journal: it answers nothing and is not written to the disk."""
+        head = frame.head
+        of = f" {head['seq']}" if "seq" in head else ""
+        of += f" of worker {head['worker']}" if "worker" in head else ""
+        reason = " ".join(str(error).split())[:300]
+        self.broken = self.broken or (
+            f"server {self.server} failed with {type(error).__name__}{': ' if reason else ''}{reason} while it applied "
+            f"{head['op']}{of}; start the job again, and look at the server's log and memory if it comes again"
+        )
 
     def _note_evicted(self) -> None:
         for name, ids in self.store.evicted:
@@ -250,6 +274,7 @@ class State:
     def facts(self) -> Sequence[Frame]:
         """Everything but rows and blocks: one frame of numbers, one for each blob and each pending push."""
         plain = {"lsn": self.lsn, "version": self.version, "frozen": self.mode.frozen, "broken": self.broken}
+        plain["loss"] = self.mode.loss
         plain |= {"members": self.members.facts(), "staleness": self.mode.staleness.facts()}
         plain |= {"store": self.store.facts(), "counts": dict(self.counts)}
         blobs = [
@@ -270,7 +295,7 @@ class State:
         self.counts = dict(plain["counts"])
         self.members.seats = Members.of(plain["members"]).seats
         self.mode.version, self.mode.frozen = plain["version"], plain["frozen"]
-        self.mode.staleness = Staleness.of(plain["staleness"])
+        self.mode.staleness, self.mode.loss = Staleness.of(plain["staleness"]), plain.get("loss")
         self.store.restore(plain["store"])
         for frame in facts[1:]:
             if frame.head["kind"] == "blob":

@@ -17,6 +17,11 @@ from echelon.ps.table import Table
 Ids = NDArray[np.int64]
 
 
+def even_share(capacity: int, buckets: range) -> int:
+    """Return the rows of a table that ``buckets`` hold if ids are dealt out evenly."""
+    return max(1, -(-capacity * len(buckets) // BUCKETS))
+
+
 class Store:
     """Changed under the shard's apply lock only; rows and blocks may be read at any time.
 
@@ -41,8 +46,17 @@ class Store:
         return Table(spec, buckets=self.buckets, directory=directory, capacity=self._capacity(spec))
 
     def _capacity(self, spec: TableSpec) -> int | None:
-        """This server's share of a table's rows."""
-        return None if spec.capacity is None else max(1, -(-spec.capacity * len(self.buckets) // BUCKETS))
+        """Return the most rows to hold here until a worker says what other servers leave of the capacity.
+
+        All of it where rows must stay: an id too many is refused by workers, who count over all servers.
+        """
+        if spec.capacity is None or spec.on_full == "error":
+            return spec.capacity
+        return even_share(spec.capacity, self.buckets)
+
+    def capped_rows(self) -> dict[str, int]:
+        """Return the rows here of each table that has a capacity, for workers, who count them over all servers."""
+        return {name: len(table) for name, table in self.tables.items() if table.spec.capacity is not None}
 
     def moment(self, lsn: int, now: int) -> None:
         """The change that is being applied: its number, and the time that its frame says it is."""
@@ -69,14 +83,16 @@ class Store:
             self.dense.begin(values)
         self.begun = True
 
-    def update(self, name: str, ids: Ids, gradients: Floats, rate: float | None) -> None:
-        """One step of a table's rule."""
+    def update(self, name: str, ids: Ids, gradients: Floats, rate: float | None, limit: int | None = None) -> None:
+        """One step of a table's rule. ``limit``: the most rows that this server may hold."""
+        self._set_limit(name, limit)
         ids, gradients = self._above_floor(name, ids, gradients)
         self._note_evicted(name, self.tables[name].push(ids, gradients, lr=rate, now=self._now))
         self._expire_by_time(name)
 
-    def add(self, name: str, ids: Ids, changes: Floats) -> None:
+    def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
         """Records plus a change: what geo workers send."""
+        self._set_limit(name, limit)
         ids, changes = self._above_floor(name, ids, changes)
         self._note_evicted(name, self.tables[name].add(ids, changes, now=self._now))
         self._expire_by_time(name)
@@ -105,6 +121,11 @@ class Store:
             table.new_pass()
             if table.spec.expire_passes is not None:
                 self._expire(name)
+
+    def _set_limit(self, name: str, limit: int | None) -> None:
+        table = self.tables[name]
+        if limit is not None and table.capacity is not None:  # None: a replay, which evicts what was written down
+            table.capacity = limit
 
     def _note_evicted(self, name: str, ids: Ids) -> None:
         if len(ids):

@@ -8,10 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from harness import free_port, run
-
-#: What the harness tells its ranks; workers and servers are told other things.
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+from harness import RANKS, free_port, run
 
 
 def served(
@@ -31,7 +28,7 @@ def served(
 def part(train: Callable[..., Any], told: dict[str, Any], args: Any, kwargs: Any) -> Any:
     """One process of the job: the first ones are servers."""
     index = int(os.environ["RANK"])
-    for name in RANKS:
+    for name in RANKS:  # workers and servers are told other things
         del os.environ[name]
     os.environ |= {
         "PADDLE_PSERVERS_IP_PORT_LIST": told["endpoints"],

@@ -11,7 +11,7 @@ import pytest
 from counting_server import free_endpoint
 from serving_process import ServerProcess
 
-from echelon.errors import EchelonError, PeerLost
+from echelon.errors import EchelonError, PeerLost, UsageError
 from echelon.ps.frame import Frame
 from echelon.ps.link import Beats, Link
 from echelon.ps.peers import Peers
@@ -195,8 +195,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(given: list[str], line: str, caps
 
 def test_a_port_that_is_taken_is_one_line():
     first = Server("127.0.0.1:0", lambda frame, gone: Frame({}))
-    with pytest.raises(EchelonError, match=r"^cannot listen on 127.0.0.1:\d+ \(.*\); use a free port of this host$"):
+    line = (
+        r"^endpoint 127.0.0.1:\d+: the port is in use by another program; choose a free one, the same in every list of"
+    )
+    with pytest.raises(UsageError, match=line):
         Server(first.endpoint, lambda frame, gone: Frame({}))
+    for endpoint, line in (
+        ("192.0.2.1:7", "no interface of this host has"),
+        ("no-such-host.invalid:7", "; use a free"),
+    ):
+        with pytest.raises(UsageError, match=f"^endpoint {endpoint}: .*{line}"):
+            Server(endpoint, lambda frame, gone: Frame({}), Security(token="secret"))
     assert first.close()
 
 

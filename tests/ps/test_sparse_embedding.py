@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,46 @@ def test_mistakes_are_one_line() -> None:
 def spread() -> None:
     echelon.init(seed=0)
     engine_of(Bags())
+
+
+def test_fluid_and_torch_spellings_are_understood() -> None:
+    names = {"is_sparse": True, "is_distributed": True, "dtype": "float32", "param_attr": "words", "padding_idx": -1}
+    fluid = SparseEmbedding(size=[200, 16], **names)
+    assert (fluid.dim, fluid.spec.capacity, fluid.spec.name, fluid.padding_id) == (16, 200, "words", 199)
+    torchs = SparseEmbedding(num_embeddings=200, embedding_dim=16, padding_idx=3)
+    assert (torchs.dim, torchs.spec.capacity, torchs.padding_id) == (16, 200, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"size": 16}, "size=16): expected [dict_size, width]"),
+        ({"size": [200, 16], "is_sparse": False}, "take torch.nn.Embedding"),
+        ({"dim": 16, "dtype": torch.float16}, "rows are float32"),
+        ({"dim": 16, "param_attr": object()}, "only its name is taken"),
+        ({"dim": 16, "combinr": "sum"}, "did you mean 'combiner'?"),
+        ({"size": [200, 16], "capacity": 7}, "say it once"),
+        ({}, "dim=None): expected the number of floats a row"),
+    ],
+)
+def test_a_wrong_option_is_one_line(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)):
+        SparseEmbedding(**given)
+    with pytest.raises(UsageError, match="is SparseEmbedding"):
+        SparseEmbedding(200, 16)
+
+
+def test_split_methods_are_known_by_fluids_names() -> None:
+    class RoundRobin:
+        """As Fluid gives it: a class."""
+
+    given = ("RoundRobin", "HashName", "hash_name", RoundRobin)
+    found = [echelon.ParameterServer(split_method=method).split_method for method in given]
+    assert found == ["round_robin", "hash_name", "hash_name", "round_robin"]
+    with pytest.raises(UsageError, match="expected 'round_robin', 'RoundRobin', 'hash_name', 'HashName' or a function"):
+        echelon.ParameterServer(split_method="round-robin")
+    with pytest.raises(UsageError, match=r"split_method=3\): expected str or a function"):
+        echelon.ParameterServer(split_method=3)
 
 
 def test_tables_without_servers_need_one_process() -> None:

@@ -48,7 +48,7 @@ class Table:
     """The rows of ``spec`` that lie in ``buckets``.
 
     directory:  where the memory-mapped file of a table with ``spec.disk`` goes
-    capacity:   most rows here: this server's share of ``spec.capacity``
+    capacity:   most rows here; by default ``spec.capacity``, less where other servers hold rows of the table
     step:       updates seen so far; with ``passes``, settable when a table is restored
     """
 

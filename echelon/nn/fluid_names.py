@@ -1,0 +1,70 @@
+"""Translate the options of Paddle Fluid's ``embedding``, and of torch's, into those of SparseEmbedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from echelon.errors import UsageError, nearest
+
+_SAME = {"padding_idx": "padding_id", "num_embeddings": "capacity", "embedding_dim": "dim"}
+_FLUID = ("size", "is_sparse", "is_distributed", "param_attr", "dtype")
+_CALL = "SparseEmbedding(width, capacity=dict_size)"
+
+
+def in_our_names(given: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+    """Return ``given`` by the names of SparseEmbedding; an option without a meaning there is refused in one line.
+
+    known: SparseEmbedding's own names
+    """
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _SAME:
+            ours[_SAME[name]] = value
+        elif name == "size":
+            ours |= _from_size(value)
+        elif name in ("is_sparse", "is_distributed"):
+            _check_sparse(name, value)
+        elif name == "dtype":
+            _check_dtype(value)
+        elif name == "param_attr":
+            ours |= _from_attributes(value)
+        else:
+            raise UsageError(f"SparseEmbedding has no option '{name}'{nearest(name, [*known, *_FLUID, *_SAME])}")
+    if (given.get("padding_idx") or 0) < 0 and "capacity" in ours:
+        ours["padding_id"] = ours["capacity"] + given["padding_idx"]  # counted from the end, there
+    return ours
+
+
+def _from_size(size: Any) -> dict[str, Any]:
+    """Return width and capacity of ``[dict_size, width]``."""
+    if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(each) is int for each in size):
+        raise UsageError(f"SparseEmbedding(size={size!r}): expected [dict_size, width], two whole numbers")
+    return {"capacity": size[0], "dim": size[1]}
+
+
+def _check_sparse(name: str, value: Any) -> None:
+    if value not in (True, None):
+        raise UsageError(
+            f"SparseEmbedding({name}={value!r}): its rows are always sparse and on the servers; leave it out, or take "
+            "torch.nn.Embedding for a dense table in every process"
+        )
+
+
+def _check_dtype(value: Any) -> None:
+    if value is not None and str(value).rpartition(".")[2] not in ("float32", "float"):
+        raise UsageError(f"SparseEmbedding(dtype={value!r}): rows are float32; leave it out, or give 'float32'")
+
+
+def _from_attributes(attributes: Any) -> dict[str, Any]:
+    """Return the table's name of ``"name"`` or ``ParamAttr(name="name")``."""
+    name = attributes if isinstance(attributes, str) else getattr(attributes, "name", None)
+    if attributes is None:
+        return {}
+    others = [each for each in ("initializer", "regularizer") if getattr(attributes, each, None) is not None]
+    if not isinstance(name, str) or others:
+        raise UsageError(
+            f"SparseEmbedding(param_attr={attributes!r}): only its name is taken; give name=, optimizer= and "
+            f"initializer= to {_CALL}"
+        )
+    return {"name": name}
