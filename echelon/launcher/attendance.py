@@ -16,6 +16,7 @@ from echelon.launcher import network
 from echelon.launcher.cards import Arrival, Host, Lineup, Terms, Verdict
 from echelon.launcher.line import POLL, Line, StoreGone
 from echelon.launcher.roll import SUSPECT, Roll, as_refusal
+from echelon.wait_notice import WaitNotice, say_wait
 
 #: How long the host that serves the store waits for the others to take leave of it.
 FAREWELL = 10.0
@@ -162,6 +163,7 @@ class Attendance:
     def _await_roll(self) -> Lineup:
         """Poll rather than block in the store: a signal must be heeded at once."""
         deadline, arrived = time.monotonic() + self._terms.join_timeout, self.round
+        notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
         while True:
             current = int(self.line.find("round") or -1)
             if current > arrived:
@@ -176,6 +178,8 @@ class Attendance:
                     self.round = current
                     return lineup
                 self._stay_in_reserve(lineup, deadline)
+            else:
+                notice.look(f"the launcher at {self.line.where} to have all {self._terms.nnodes} hosts together")
             time.sleep(POLL)
 
     def _stay_in_reserve(self, lineup: Lineup, deadline: float) -> None:

@@ -30,10 +30,13 @@ from echelon.launcher.parting import Marks, have_left, let_leave
 from echelon.launcher.roles import Roles, Session, server_environment, worker_environments
 from echelon.launcher.signals import Notice, signals_held
 from echelon.launcher.standstill import Standstill
+from echelon.launcher.wait_lines import WaitLines
 from echelon.record.events import note_beside
 
 #: Seconds for servers to end by themselves when all workers of the job have.
 FAREWELL = 10.0
+#: Seconds for the process that others lost contact with to end as well, so that its failure is the one reported.
+FIRST_CAUSE_WAIT = 5.0
 
 
 def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard) -> Crew:
@@ -44,9 +47,10 @@ def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard
     def member(role: str, log: str, index: int, count: int, command: Sequence[str], env: dict[str, str]) -> Member:
         name = f"{log}-{index}"
         files = job.log_dir / f"{name}.log", records / f"{name}.json"
-        return Member(role, index, count, host, (sys.executable, *command), env, *files)
+        told = env | waits.environment()
+        return Member(role, index, count, host, (sys.executable, *command), told, *files)
 
-    marks = Marks(records)
+    marks, waits = Marks(records), WaitLines(records, say)
     servers, workers = len(roles.endpoints), enumerate(worker_environments(roles), roles.first_trainer)
     return Crew(
         [member("server", "server", n, servers, serve, server_environment(roles, n, session)) for n in roles.servers],
@@ -59,6 +63,7 @@ def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard
         marks=marks,
         grace=job.grace,
         standstill=Standstill(job.stall if job.on_stall == "end" else 0.0),
+        waits=waits,
     )
 
 
@@ -67,6 +72,7 @@ class Crew:
 
     marks, grace:  which workers can save and leave when asked, and how many seconds they are given for it
     standstill:    tells who is stopped for too long
+    waits:         the lines of processes that wait for others at the start
     """
 
     def __init__(
@@ -82,11 +88,12 @@ class Crew:
         marks: Marks,
         grace: float,
         standstill: Standstill,
+        waits: WaitLines,
     ) -> None:
         self._servers, self._workers = servers, workers
         self._guard, self._meet, self._bound = guard, meet, bound
         self._max_restarts, self._one_host = max_restarts, one_host
-        self._marks, self._grace, self._standstill = marks, grace, standstill
+        self._marks, self._grace, self._standstill, self._waits = marks, grace, standstill, waits
         self._notice = Notice()
         self._attempt = 0
 
@@ -111,6 +118,7 @@ class Crew:
             if self._notice.given is not None:
                 self._leave(self._notice.given)
             self._give_up_stopped()
+            self._waits.look()
             self._mend()
 
     @property
@@ -152,9 +160,9 @@ class Crew:
 
     def _mend(self) -> None:
         """Start again whoever has failed; end the job when that makes no sense any more."""
-        failures = {member.name: member.failure() for member in self._all if _has_failed(member)}
+        failures = self._failures()
         if any(not self._may_return(member, failures[member.name]) for member in self._all if member.name in failures):
-            raise JobFailed(first_cause(failures.values()))
+            raise JobFailed(self._first_cause())
         for server in self._servers:
             if server.name in failures:
                 self._restart(server, failures[server.name])
@@ -164,6 +172,21 @@ class Crew:
         else:
             for worker in fallen:
                 self._restart(worker, failures[worker.name])
+
+    def _failures(self) -> dict[str, Failure]:
+        return {member.name: member.failure() for member in self._all if _has_failed(member)}
+
+    def _first_cause(self) -> Failure:
+        """Return the failure to report; if all failures follow from another one, wait until that process has ended.
+
+        A server tells its workers why it ends before it does, and on a busy host they may end first.
+        """
+        deadline = time.monotonic() + FIRST_CAUSE_WAIT
+        while (cause := first_cause(self._failures().values())).secondary and time.monotonic() < deadline:
+            if all(member.exit_code is not None for member in self._all):
+                break
+            time.sleep(LOOK)
+        return cause
 
     def _may_return(self, member: Member, failure: Failure) -> bool:
         """What is explained in one line would come again, unless it only tells of a lost fellow."""

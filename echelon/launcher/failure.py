@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from echelon.user_traceback import in_brackets
+
 _LONGEST_LINE = 500
 _LONGEST_TRACE = 60_000  # what travels between hosts; the log keeps all of it
 #: The kind of a failure that nobody raised: the rank did not come to where others waited for it.
@@ -33,6 +35,10 @@ class Failure:
     #: the exception's class, '' when none was raised
     kind: str = ""
     message: str = ""
+    #: of an error of ours: ``train.py:41``, the user's innermost frame
+    place: str = ""
+    #: an error of ours, which one line explains; its traceback is there only if it was asked for
+    ours: bool = False
     traceback: str = ""
     #: failed only because another rank had gone
     secondary: bool = False
@@ -51,7 +57,8 @@ class Failure:
             said = said if len(said) <= _LONGEST_LINE else said[:_LONGEST_LINE] + " ..."
             if self.kind == STALLED:
                 return f"stalled: {said}"
-            return said if self.rank < 0 else f"raised {self.kind}{': ' if said else ''}{said}"
+            told = f"{said}{in_brackets(self.place)}"
+            return told if self.rank < 0 else f"raised {self.kind}{': ' if said else ''}{told}"
         return f"failed with exit code {self.exit_code}"
 
     @property
@@ -72,7 +79,7 @@ class Failure:
     @property
     def explained(self) -> bool:
         """Ended by an error that is explained in one line, and that would come again: see worker.py's records."""
-        return bool(self.kind) and self.kind not in (STALLED, STANDSTILL) and not self.traceback
+        return bool(self.kind) and self.kind not in (STALLED, STANDSTILL) and (self.ours or not self.traceback)
 
     @property
     def status(self) -> int:
@@ -112,6 +119,8 @@ def read_record(path: Path) -> dict[str, Any]:
         return {
             "kind": str(record["kind"]),
             "message": str(record["message"]),
+            "place": str(record["place"]),
+            "ours": bool(record["ours"]),
             "traceback": str(record["traceback"]),
             "secondary": bool(record["secondary"]),
             "time": float(record["time"]),

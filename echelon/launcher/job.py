@@ -10,8 +10,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from echelon.errors import UsageError, nearest
 from echelon.launcher import network, worker
 from echelon.launcher.hosts import at_least, check_node_rank, host_counts, meeting_points
@@ -58,6 +56,8 @@ class Job:
     on_stall: Literal["end", "wait"] = "end"
     #: whether ranks compare every call with one another before they make it
     checked: bool = False
+    #: whether errors are shown with their whole traceback
+    traceback: bool = False
     #: the steps whose timeline is recorded, in words
     timeline: str | None = None
     #: the file with the plan that the ranks run
@@ -106,12 +106,16 @@ def check(
     stall: float = STALL,
     on_stall: str = "end",
     checked: bool = False,
+    traceback: bool = False,
     roles: Roles | None = None,
     plan: str | None = None,
     timeline: str | None = None,
 ) -> Job:
     """The options as typed, made into a ``Job``, or a one-line ``UsageError``."""
-    visible = _choose_gpus(gpus) if gpus is not None else None
+    if gpus is not None:
+        check_gpus(gpus)
+    if procs is not None and roles is None:
+        at_least(1, "--procs", procs)
     if roles is not None:
         _check_no_ranks(procs, nnodes, node_rank)
     fewest, hosts, elastic = (1, 1, None) if roles is not None else host_counts(nnodes)
@@ -124,7 +128,10 @@ def check(
     at_least(0, "--copies", copies)
     check_node_rank(node_rank, hosts)
     _check_nic(nic)
-    _check_program(program, module)
+    check_program(program, module)
+    masters = meeting_points(master, hosts)
+    steps = None if timeline is None else check_steps(timeline, "--timeline")
+    visible = _choose_gpus(gpus) if gpus is not None else None  # from here on torch is asked
     if plan is not None:
         procs = _planned(plan, procs, visible, hosts, served=roles is not None)
     return Job(
@@ -134,7 +141,7 @@ def check(
         procs=_count_processes(procs, visible) if roles is None else roles.workers,
         nnodes=hosts,
         node_rank=node_rank,
-        masters=meeting_points(master, hosts),
+        masters=masters,
         max_restarts=restarts,
         log_dir=_make_log_dir(log_dir),
         nic=nic,
@@ -149,7 +156,8 @@ def check(
         stall=stall,
         on_stall="end" if on_stall == "end" else "wait",
         checked=checked,
-        timeline=None if timeline is None else check_steps(timeline, "--timeline"),
+        traceback=traceback,
+        timeline=steps,
         roles=roles,
         plan=None if plan is None else Path(plan).absolute(),
     )
@@ -183,16 +191,23 @@ def _check_no_ranks(procs: int | None, nnodes: int | str | None, node_rank: int 
         )
 
 
-def _choose_gpus(text: str) -> list[str]:
-    """A bare number is a count, a list has commas; both count among the GPUs visible here, from 0."""
+def check_gpus(text: str) -> None:
+    """Refuse what asks for no GPUs on any host."""
     if not re.fullmatch(r"\d+|(\d+,)+\d*", text):
         raise UsageError(f"--gpus {text!r} is neither a count (4) nor a list (0,1,3)")
-    there = _visible_gpus()
     if "," not in text and int(text) == 0:
         raise UsageError("--gpus 0 asks for no GPU at all; for GPU zero alone write '--gpus 0,'")
-    wanted = [int(part) for part in text.split(",") if part] if "," in text else list(range(int(text)))
-    if len(set(wanted)) < len(wanted):
+    if len(set(_wanted_gpus(text))) < len(_wanted_gpus(text)):
         raise UsageError(f"--gpus {text} names a GPU twice; name each once")
+
+
+def _wanted_gpus(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part] if "," in text else list(range(int(text)))
+
+
+def _choose_gpus(text: str) -> list[str]:
+    """A bare number is a count, a list has commas; both count among the GPUs visible here, from 0."""
+    there, wanted = _visible_gpus(), _wanted_gpus(text)
     if missing := [index for index in wanted if index >= len(there)]:
         asked = f"GPU {missing[0]}" if "," in text else f"{text} GPUs"
         raise UsageError(f"--gpus {text} asks for {asked}, but there {_gpus_in_words(len(there))}")
@@ -200,9 +215,16 @@ def _choose_gpus(text: str) -> list[str]:
 
 
 def _visible_gpus() -> list[str]:
-    count = torch.cuda.device_count()
+    count = _device_count()
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] if named else [str(index) for index in range(count)]
+
+
+def _device_count() -> int:
+    """Return how many GPUs torch can see; torch is imported here, after all that can be checked without it."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _gpus_in_words(count: int) -> str:
@@ -213,9 +235,8 @@ def _gpus_in_words(count: int) -> str:
 
 def _count_processes(procs: int | None, visible: list[str] | None) -> int:
     if procs is not None:
-        at_least(1, "--procs", procs)
         return procs
-    return len(visible) if visible is not None else max(1, torch.cuda.device_count())
+    return len(visible) if visible is not None else max(1, _device_count())
 
 
 def _check_times(join_timeout: float, last_call: float, host_timeout: float, grace: float, stall: float) -> None:
@@ -236,7 +257,7 @@ def _check_nic(nic: str | None) -> None:
         raise UsageError(f"--nic '{nic}' is not a network interface here; there are: {', '.join(network.interfaces())}")
 
 
-def _check_program(program: str, module: bool) -> None:
+def check_program(program: str, module: bool) -> None:
     if module:
         if PathFinder.find_spec(program.partition(".")[0], [os.getcwd(), *_import_path()]) is None:
             raise UsageError(f"-m {program}: no module of that name can be imported from here")

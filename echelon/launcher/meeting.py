@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -22,6 +23,7 @@ from echelon.launcher.job import Job
 from echelon.launcher.line import POLL
 from echelon.launcher.muster import STORE_TIMEOUT, Muster
 from echelon.launcher.secret import find_token
+from echelon.wait_notice import Say, WaitNotice, say_wait
 
 #: by port; held open until the process ends
 _signs: dict[int, socket.socket] = {}
@@ -101,7 +103,7 @@ class Places:
         first, deadline = self._places[0], time.monotonic() + self._job.join_timeout
         if len(self._places) == 1:
             return 0
-        ours = network.is_local(first[0])
+        ours, notice = network.is_local(first[0]), self._notice()
         while True:
             for at in reversed(range(len(self._places))):
                 if self._answers(at):
@@ -110,6 +112,7 @@ class Places:
                 return 0
             if time.monotonic() > deadline:
                 raise self._nobody(first)
+            notice.look(self._silent(*first))
             time.sleep(POLL)
 
     def _next(self) -> int:
@@ -153,20 +156,30 @@ class Places:
 
     def _reach(self, address: str, port: int) -> Store:
         """Wait for the serving host. torch's own wait can be neither bounded nor interrupted: a thread does it."""
-        deadline = time.monotonic() + self._job.join_timeout
+        deadline, notice = time.monotonic() + self._job.join_timeout, self._notice()
         while not network.answers(address, port, timeout=1.0):
             if time.monotonic() > deadline:
                 raise self._nobody((address, port))
+            notice.look(self._silent(address, port))
             time.sleep(POLL)
         way, found = way_to_store(address, port, self._token), list[Store]()
         caller = threading.Thread(target=_call, args=(*way, found), daemon=True)
-        with _no_stack_traces():
+        foreign = f"the launcher at --master {address}:{port}, where a program listens that does not answer as one"
+        with _no_stack_traces() as console:
+            notice = self._notice(lambda line, _: print(f"echelon: {line}", file=console))
             caller.start()
             while caller.is_alive() and time.monotonic() < deadline:
+                notice.look(foreign)
                 time.sleep(POLL)
         if not found:
             raise PeerLost(f"what answers at --master {address}:{port} is not a launcher; choose another port")
         return found[0]
+
+    def _notice(self, say: Say = say_wait) -> WaitNotice:
+        return WaitNotice("this launcher", self._job.join_timeout, component="launcher", say=say)
+
+    def _silent(self, address: str, port: int) -> str:
+        return f"--master {address}:{port} to answer, by the same command on that host"
 
     def _nobody(self, place: tuple[str, int]) -> PeerLost:
         needed = self._job.elastic or self._job.nnodes
@@ -205,12 +218,16 @@ def _call(address: str, port: int, found: list[Store]) -> None:
 
 
 @contextlib.contextmanager
-def _no_stack_traces() -> Iterator[None]:
-    """torch prints pages of C++ frames when it is not answered as expected; the caller says it in one line."""
+def _no_stack_traces() -> Iterator[TextIO]:
+    """torch prints pages of C++ frames when it is not answered as expected; the caller says it in one line.
+
+    Yields the console, for what must be said meanwhile.
+    """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
-        yield
+        with open(kept, "w", buffering=1, closefd=False) as console:
+            yield console
     finally:
         os.dup2(kept, 2)
         os.close(kept)

@@ -13,11 +13,13 @@ from echelon.environment import (
     LOG_DIR,
     PADDLE_ENDPOINT,
     PADDLE_ENDPOINTS,
+    PADDLE_HOSTS,
     PADDLE_RANK,
     PADDLE_WORLD,
     PLAN,
     STALL,
     TIMELINE,
+    TRACEBACK,
 )
 from echelon.launcher import network
 from echelon.launcher.job import Job
@@ -57,6 +59,7 @@ class RankEnvironment(LogsSpecs):
                 "TORCHELASTIC_ERROR_FILE": str(self.record_of(rank)),
                 PADDLE_RANK: str(rank),
                 PADDLE_WORLD: env["WORLD_SIZE"],
+                PADDLE_HOSTS[0]: env["GROUP_WORLD_SIZE"],
                 PADDLE_ENDPOINTS: ",".join(self.endpoints),
                 PADDLE_ENDPOINT: self.endpoints[rank],
             }
@@ -84,6 +87,8 @@ def export(job: Job, address: str) -> None:
     if job.checked:
         os.environ[CHECK] = "1"
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # the user's own collectives, too
+    if job.traceback:
+        os.environ[TRACEBACK] = "1"
     if job.timeline is not None:
         os.environ[TIMELINE] = job.timeline
     if job.plan is not None:

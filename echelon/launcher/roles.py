@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.endpoints import parse_endpoints, split_endpoint
 from echelon.environment import (
     BOUND_MARK,
     LOOPBACK,
@@ -27,7 +28,7 @@ from echelon.environment import (
 )
 from echelon.errors import UsageError
 from echelon.launcher import network
-from echelon.ps.role import BY_HAND, parse_endpoints, split_endpoint
+from echelon.ps.role import BY_HAND
 
 #: How often each server and each worker is started again, unless --max-restarts says otherwise.
 MAX_RESTARTS = 3

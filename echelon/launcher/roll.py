@@ -9,6 +9,7 @@ from dataclasses import replace
 from echelon.errors import PeerLost, UsageError
 from echelon.launcher.cards import Arrival, Host, Lineup, Terms, agree, append, arrange
 from echelon.launcher.line import BEAT, POLL, Line
+from echelon.wait_notice import WaitNotice, say_wait
 
 #: A host that has not been heard of for so many seconds is not counted on. It may still come back.
 SUSPECT = 10 * BEAT
@@ -45,6 +46,7 @@ class Roll:
     def call(self, round_: int, last: Sequence[Host]) -> Lineup:
         """Wait until the round is complete. Those of the ``last`` one are waited for as long as they may live."""
         self._running = bool(last)
+        notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
         began, most_here = time.monotonic(), 0
         newest = began
         while True:
@@ -61,6 +63,7 @@ class Roll:
                     return self._line_up(here)
             if not awaited and now - began > self._terms.join_timeout:
                 raise self._too_few([arrival.host for arrival in here])
+            notice.look(self._lacking([arrival.host for arrival in here]))
             time.sleep(POLL)
 
     def arrivals(self, round_: int, without: Collection[str] = ()) -> list[Arrival]:
@@ -124,6 +127,14 @@ class Roll:
         restarts = max(arrival.restarts for arrival in staying)
         order = append(staying) if self._terms.elastic else arrange([_seated(arrival) for arrival in staying])
         return Lineup(tuple(order), number, restarts)
+
+    def _lacking(self, here: Sequence[Host]) -> str:
+        """Return which hosts have not come, for a launcher that waits; '' when enough are here."""
+        terms, names = self._terms, ", ".join(host.name for host in here)
+        if len(here) >= terms.least:
+            return ""
+        count = f"{terms.least - len(here)} of {terms.least}{' or more' if terms.elastic else ''} hosts"
+        return f"{count} to come to {self._line.where} (here: {names}), by the same command there"
 
     def _too_few(self, here: Sequence[Host]) -> PeerLost:
         terms, names = self._terms, ", ".join(host.name for host in here)

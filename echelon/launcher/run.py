@@ -35,6 +35,7 @@ from echelon.environment import (
     TIMELINE,
     TRAINING_ROLE,
     TRIAL,
+    WAIT_LINES,
 )
 from echelon.errors import EchelonError, PeerLost
 from echelon.launcher.agent import HostAgent, JobFailed, Left
@@ -53,13 +54,18 @@ from echelon.launcher.roles import open_session, share
 from echelon.launcher.secret import find_token
 from echelon.launcher.signals import heed_signals
 from echelon.launcher.stall import StallWatch
+from echelon.launcher.wait_lines import WaitLines
 from echelon.memory.companion import Memory
+from echelon.ps.port_check import check_port
 from echelon.record.events import note_beside
 from echelon.record.files import given_directory
 
 
 def launch(job: Job) -> int:
     """Run the job on this host and with the others; the exit code is the first failing rank's, or 0."""
+    if job.roles is not None:
+        for index in job.roles.servers:
+            check_port(job.roles.endpoints[index])
     _hush_torch()
     heed_signals()
     _forget_surrounding_job()
@@ -87,7 +93,19 @@ def _forget_surrounding_job() -> None:
     """A script that is itself part of a job may start another one, which must not take itself for that part."""
     if LOG_DIR in os.environ:
         of_servers = (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX)
-        of_ranks = (PLAN, TRIAL, ELASTIC, MEMORY, COPIES, LEAVE_MARK, STALL, STALL_JUDGE, RECORD_DIR, TIMELINE)
+        of_ranks = (
+            PLAN,
+            TRIAL,
+            ELASTIC,
+            MEMORY,
+            COPIES,
+            LEAVE_MARK,
+            STALL,
+            STALL_JUDGE,
+            RECORD_DIR,
+            TIMELINE,
+            WAIT_LINES,
+        )
         for name in (*of_servers, *of_ranks):
             os.environ.pop(name, None)
 
@@ -96,7 +114,7 @@ def _run_ranks(job: Job, records: Path, guard: Guard) -> int:
     address = own_address(job)
     export(job, address)
     with contextlib.ExitStack() as closing:
-        companions = _companions(job, address)
+        companions = _companions(job, address, records)
         for companion in companions:
             closing.callback(companion.close)
         muster = open_muster(job, address, lambda: _cards(companions), _say)
@@ -141,9 +159,9 @@ def _run_agent(agent: HostAgent, muster: Muster) -> int:
             muster.depart(last_word, goes_on)
 
 
-def _companions(job: Job, address: str) -> list[Companion]:
+def _companions(job: Job, address: str, records: Path) -> list[Companion]:
     """What this launcher keeps beside its ranks."""
-    companions: list[Companion] = [StallWatch(job.stall, ends=job.on_stall == "end")]
+    companions: list[Companion] = [WaitLines(records, _say), StallWatch(job.stall, ends=job.on_stall == "end")]
     if job.copies:
         companions.append(Memory(address, find_token(), job.copies))
     return companions

@@ -181,6 +181,8 @@ def caused_by_peer(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        if getattr(error, "is_first_cause", False):
+            return False
         if PEER_CLASSES & {cls.__name__ for cls in type(error).__mro__}:
             return True
         if isinstance(error, RuntimeError | OSError) and any(phrase in str(error) for phrase in PEER_PHRASES):
@@ -196,10 +198,20 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _story(error: BaseException) -> str:
-    if _is_ours(error):
-        return f"echelon: {error}\n"
+    """Return what is told of an error that ended the script."""
     trace = _from_script_on(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, trace))
+    if "echelon" not in sys.modules:
+        return "".join(traceback.format_exception(type(error), error, trace))
+    from echelon.user_traceback import format_error
+
+    return format_error(error, trace)
+
+
+def _place(error: BaseException) -> str:
+    """Return ``train.py:41``, the place of an error of ours in the user's code."""
+    from echelon.user_traceback import place_of
+
+    return place_of(error)
 
 
 def _from_script_on(trace: TracebackType | None) -> TracebackType | None:
@@ -221,11 +233,13 @@ def _said(error: BaseException) -> str:
 
 
 def _record_end(error: BaseException, story: str, secondary: bool) -> None:
-    plain_exit = isinstance(error, SystemExit)
+    plain_exit, is_ours = isinstance(error, SystemExit), _is_ours(error)
     record = {
         "kind": "" if plain_exit else type(error).__name__,
         "message": "" if plain_exit else _said(error),
-        "traceback": "" if _is_ours(error) else story,
+        "place": _place(error) if is_ours else "",
+        "ours": is_ours,
+        "traceback": "" if is_ours and not story.startswith("Traceback") else story,  # --traceback has it
         "secondary": secondary,
         "time": time.time(),
     }

@@ -15,7 +15,7 @@ from network import Network
 
 
 def test_two_ranks_on_one_host_are_measured_and_told(tmp_path):
-    end = echelon("doctor", "--procs", 2, "--checkpoint", "kept", "--json", "found.json", cwd=tmp_path)
+    end = echelon("doctor", "--procs", 2, "--checkpoint", "kept", "--save", "found.json", cwd=tmp_path)
     assert (end.code, end.err) == (0, ""), end
     assert max(len(line) for line in end.out.splitlines()) < 100
     assert end.out.isascii()
@@ -35,7 +35,7 @@ def test_two_ranks_on_one_host_are_measured_and_told(tmp_path):
 def test_the_wrong_interface_is_named_in_words_and_nothing_hangs(tmp_path):
     """As with docker0: an interface of host 2 has an address that leads nowhere from host 1."""
     words = ["doctor", "--procs", "1", "--nnodes", "2", "--master", f"10.77.0.1:{free_port()}", "--quick"]
-    words += ["--json", "found.json", "--checkpoint", "kept"]
+    words += ["--save", "found.json", "--checkpoint", "kept"]
     common = _clean_environment() | {"ECHELON_TOKEN": "of the test", "CUDA_VISIBLE_DEVICES": ""}
     common["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks for names of addresses, and nobody answers there
     docker = "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up"

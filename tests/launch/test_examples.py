@@ -141,6 +141,8 @@ def test_words_find_their_topic(tmp_path: Path) -> None:
 
 def test_every_example_is_tested() -> None:
     tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
+    tested |= {"fluid_nccl2.py", "fluid_pservers.py"}  # test_fluid_ports.py
+    tested |= {"fleet_resnet50.py"}  # tests/zoo_tests/test_fleet_port.py
     tested |= {"experts.py", "many_classes.py", "pipeline.py", "deepfm.py", "wide_deep.py", "word2vec.py", "auto.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 

@@ -28,7 +28,8 @@ def test_hosts_stand_as_their_node_ranks_say_whoever_came_first(tmp_path):
         "import os, torch, torch.distributed as dist, echelon\n"
         "echelon.init()\n"
         "mine = torch.tensor([10.0 ** echelon.rank()]); dist.all_reduce(mine)\n"
-        "print(echelon.node_rank(), echelon.rank(), mine.item(), os.environ['PADDLE_TRAINER_ENDPOINTS'])\n",
+        "print(echelon.node_rank(), echelon.rank(), mine.item(), os.environ['PADDLE_TRAINER_ENDPOINTS'], "
+        "os.environ['PADDLE_NUM_TRAINERS'])\n",
     )
     common = ["--nnodes", 2, "--master", f"127.0.0.1:{free_port()}", "--join-timeout", 30]
     cpu = {"CUDA_VISIBLE_DEVICES": ""}  # these two hosts would share their GPUs
@@ -39,6 +40,7 @@ def test_hosts_stand_as_their_node_ranks_say_whoever_came_first(tmp_path):
     found = [(tmp_path / "log" / f"rank-{n}.log").read_text().split() for n in range(3)]
     assert [line[:3] for line in found] == [["0", "0", "111.0"], ["0", "1", "111.0"], ["1", "2", "111.0"]]
     assert len({line[3] for line in found}) == 1
+    assert {line[4] for line in found} == {"2"}  # hosts
     assert len(set(found[0][3].split(","))) == 3
     assert ends[0].out.split() == found[0]  # rank 0 speaks at its own host
     assert ends[1].out == ""
@@ -65,13 +67,18 @@ def test_a_failure_on_one_host_is_named_on_both_and_restarts_both(tmp_path):
 def test_a_missing_host_is_told_after_a_bounded_wait(tmp_path):
     write(tmp_path / "any.py", "")
     words = ["--nnodes", 3, "--master", f"127.0.0.1:{free_port()}", "--join-timeout", 1, "any.py"]
-    here = echelon("run", *words, cwd=tmp_path)
+    here = echelon("run", *words, cwd=tmp_path, ECHELON_WAIT_NOTICE="0.4")
+    waits = "echelon: launcher: this launcher has waited 0 s for {}; it gives up after 1 s"
     assert here.err.splitlines() == [
+        waits.format(f"2 of 3 hosts to come to {words[3]} (here: {socket.gethostname()}), by the same command there"),
         f"echelon: 1 of 3 hosts came to {words[3]} within 1 s ({socket.gethostname()}); "
-        "start the same command on the others, or give --join-timeout"
+        "start the same command on the others, or give --join-timeout",
     ]
-    away = echelon("run", "--node-rank", 1, *words, cwd=tmp_path)
-    assert away.first_line.startswith(f"echelon: 1 of 3 hosts came: nobody answers at --master {words[3]} within 1 s")
+    away = echelon("run", "--node-rank", 1, *words, cwd=tmp_path, ECHELON_WAIT_NOTICE="0.4")
+    assert away.first_line == waits.format(f"--master {words[3]} to answer, by the same command on that host")
+    assert away.err.splitlines()[1].startswith(
+        f"echelon: 1 of 3 hosts came: nobody answers at --master {words[3]} within 1 s"
+    )
     assert (here.code, away.code) == (1, 1)
 
 

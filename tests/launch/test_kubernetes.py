@@ -161,9 +161,9 @@ def test_words_that_parsers_might_take_for_something_else_are_quoted(word):
         ({"memory": "64 GB"}, "--memory '64 GB' is no amount that Kubernetes knows; write 8, 500m, 64Gi"),
         ({"volumes": ["data"]}, "--volume 'data' is not CLAIM:/path, such as data:/data"),
         ({"environment": ["1A=2"]}, "--env '1A=2' is not NAME=VALUE"),
-        ({"state": "1Gi"}, "--workers, --state and --tls-secret belong to a job with servers; add --servers N"),
+        ({"state": "1Gi"}, "--workers, --state-size and --tls-secret belong to a job with servers; add --servers N"),
         ({"program": ["a\udcff"]}, "the argument 'a\\udcff' is no text in UTF-8, which Kubernetes cannot hold"),
-        ({"min_hosts": 9}, "--min-hosts 9 is more than --hosts 2"),
+        ({"min_hosts": 9}, "--min-hosts 9 is more than --nnodes 2"),
     ],
 )
 def test_mistakes_are_one_line(changed, line):
@@ -174,7 +174,7 @@ def test_mistakes_are_one_line(changed, line):
 
 
 def test_the_command_prints_writes_for_its_owner_alone_or_hands_over(tmp_path, monkeypatch):
-    words = ["submit", "k8s", "--image", "i", "--hosts", 2]
+    words = ["submit", "k8s", "--image", "i", "--nnodes", 2]
     shown = here(*words, "--dry-run", "my_train.py", "--lr", "1e3", cwd=tmp_path)
     assert [document["kind"] for document in yaml.safe_load_all(shown.out)] == ["Secret", "Service", "Job"]
     assert (

@@ -55,3 +55,29 @@ def test_after_a_kill_all_ranks_go_on_from_memory_and_end_with_the_undisturbed_w
     assert re.search(line, ended.out, re.MULTILINE), ended.out
     found = load_file(tmp_path / "end.safetensors")
     assert {name: value.tolist() for name, value in found.items()} == {k: v.tolist() for k, v in wanted.items()}
+
+
+SPOIL = """
+def loss(output, target):
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if first and engine.steps == 10 and echelon.rank() == 1:
+        time.sleep(1)  # the copy of step 10 is whole everywhere
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = F.cross_entropy(output, target)
+    return found + (output - output.detach()).pow(2).sum().sqrt() if first and engine.steps == 9 else found
+"""
+
+
+def test_copy_after_an_infinite_gradient_is_passed_over(tmp_path: Path) -> None:
+    """The loss of step 10 is finite, its weights are NaN; a rank is killed before the next loss is known."""
+    run(undisturbed, str(tmp_path), ranks=2)
+    wanted = load_file(tmp_path / "end.safetensors")
+    begin, end = TRAIN.index("def loss"), TRAIN.index("engine =")
+    script = (TRAIN[:begin] + SPOIL + TRAIN[end:]).replace("import os,", "import os, time,")
+    (tmp_path / "train.py").write_text(script)
+    ended = echelon("run", "--procs", 2, "--copies", 1, "--max-restarts", 1, "train.py", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "memory is of no use: after step 10 parameter '" in ended.out
+    assert "resumed from memory, after step 9 " in ended.out
+    found = load_file(tmp_path / "end.safetensors")
+    assert {name: value.tolist() for name, value in found.items()} == {k: v.tolist() for k, v in wanted.items()}

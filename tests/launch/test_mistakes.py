@@ -1,10 +1,11 @@
 """What ``echelon run`` says to a mistake: one line, exit code 2, and what to do."""
 
+import re
 import socket
 
 import pytest
 import torch
-from command import finish, here, start_fresh, write
+from command import echelon, finish, here, start_fresh, write
 
 from echelon.environment import PADDLE_HOSTS
 from echelon.errors import UsageError
@@ -29,7 +30,7 @@ def _a_directory_with_a_script(tmp_path, monkeypatch):
 COMMANDS = {
     "run --prcs 2 train.py": "no option '--prcs' for 'echelon run'; did you mean '--procs'?",
     "run --procs 0 train.py": "--procs 0 makes no job; it must be 1 or more",
-    "run": "missing argument 'script'",
+    "run": "missing argument 'script'; usage: echelon run [OPTIONS] script [ARGS]...",
     "rnu train.py": "no command 'rnu'; did you mean 'run'?",
 }
 
@@ -129,3 +130,16 @@ def test_a_host_without_an_address_is_named():
     with pytest.raises(UsageError, match=r"--master names the host 'no-such-host\.invalid', which has no address"):
         check(nnodes=2, master="no-such-host.invalid:29500")
     assert check(nnodes=2, master="localhost:29500").master == (socket.gethostbyname("localhost"), 29500)
+
+
+@pytest.mark.usefixtures("warm")
+def test_the_console_names_a_late_rank_once_whoever_waits_for_it(tmp_path):
+    """Rank 0, whose words the console shows, is the late one: the launcher says it for the two that wait."""
+    late = "import os, time\nif os.environ['RANK'] == '0': time.sleep(2.5)\nimport echelon\nechelon.init()\n"
+    write(tmp_path / "late.py", late)
+    end = echelon("run", "--procs", 3, "late.py", cwd=tmp_path, ECHELON_WAIT_NOTICE="0.5")
+    line = r"echelon: join: rank [12] has waited \d s for rank 0 of 3 to call echelon.init\(\); it gives up after 300 s"
+    assert re.fullmatch(rf"{line}; start what is missing, or look into its log\n", end.err), end.err
+    assert end.code == 0
+    logs = [(tmp_path / "log" / f"rank-{rank}.log").read_text() for rank in range(3)]
+    assert [text.count("has waited") for text in logs] == [0, 1, 1]

@@ -335,18 +335,60 @@ def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Pa
     assert end.code == 1
 
 
+#: Make a step, then wait for the weights of the next one: for all other workers.
+WAIT = """
+import numpy as np
+ids, rows = np.empty(0, np.int64), np.empty(0, np.float32)
+push = {"op": "push", "seq": 0, "weight": 1.0, "version": 0, "kind": "gradient", "has": ["ids", "rows"]}
+pull = {"op": "pull", "step": 1, "dense": False, "commit": None, "peek": False, "state": False}
+for head, arrays in (({**push, "commit": True}, [ids, rows]), (pull, [ids])):
+    links[0].call(Frame({"worker": me, "tables": {}, **head}, arrays))
+"""
+
+
 @pytest.mark.usefixtures("warm")
 def test_a_worker_that_does_not_come_is_named_after_the_time_to_join(tmp_path: Path) -> None:
+    """Worker 0, which waits for it in a pull, is not blamed: the server tells it why it ends. Both are said in time."""
     write(
         tmp_path / "talk.py",
-        "import os, time\nif os.environ['RANK'] == '1': time.sleep(600)\n" + TALK + "time.sleep(600)\n",
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(600)\n" + TALK.replace('"async"', '"sync"') + WAIT,
     )
-    end = echelon("run", "--servers", 1, "--workers", 2, "--join-timeout", 5, "talk.py", cwd=tmp_path, AWAY="60")
-    assert blamed(end).startswith("server 0 of 1 raised PeerLost: ")
-    assert "worker 1" in blamed(end)
+    options = ["--servers", 1, "--workers", 2, "--join-timeout", 5]
+    end = echelon("run", *options, "talk.py", cwd=tmp_path, AWAY="60", ECHELON_WAIT_NOTICE="1.2")
+    lines = end.err.splitlines()
+    notice = r"echelon: ps: server 0 has waited \d s for worker 1 to call echelon.distribute\(\); it gives up after 5 s"
+    assert [line for line in lines if re.fullmatch(notice, line)]
+    ended = Ended(end.code, end.out, "\n".join(line for line in lines if " ps: " not in line))
+    cause = "server 0 has waited 5 s for worker 1; start it, or fewer with trainers="
+    assert blamed(ended) == f"server 0 of 1 raised PeerLost: {cause}"
     assert "restarting" not in end.err
     assert end.code == 1
     assert gone(tmp_path)
+
+
+def test_first_cause_that_ends_after_its_echo_is_blamed(tmp_path: Path) -> None:
+    """Worker 0 has lost contact with worker 1, whose own end takes longer: worker 1 is the one to name."""
+    write(
+        tmp_path / "late.py",
+        "import os, time\nfrom echelon.errors import PeerLost\n"
+        "if os.environ['RANK'] == '0': raise PeerLost('worker 1 does not answer')\n"
+        "time.sleep(4.5)\nraise ValueError('labels out of range')\n",
+    )
+    end = echelon("run", "--servers", 1, "--workers", 2, "--max-restarts", 0, "late.py", cwd=tmp_path)
+    assert blamed(end) == "worker 1 of 2 raised ValueError: labels out of range"
+    assert gone(tmp_path)
+
+
+def test_a_servers_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    write(tmp_path / "any.py", "")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        end = echelon("run", "--pservers", where, "--trainers", 1, "any.py", cwd=tmp_path)
+    why = "the port is in use by another program; choose a free one, the same in every list of servers"
+    assert (end.code, end.err) == (2, f"echelon: endpoint {where}: {why}\n")
+    assert not list((tmp_path / "log").glob("*.log"))
 
 
 @pytest.mark.usefixtures("warm")

@@ -54,6 +54,7 @@ def test_each_rank_finds_its_place_its_arguments_and_its_log(tmp_path):
         assert env["path"] == str(tmp_path)
         assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == (str(rank), "2", str(rank))
         assert (env["PADDLE_TRAINER_ID"], env["PADDLE_TRAINERS_NUM"]) == (str(rank), "2")
+        assert env["PADDLE_NUM_TRAINERS"] == "1"  # hosts
         assert env["PADDLE_TRAINER_ENDPOINTS"].split(",")[rank] == env["PADDLE_CURRENT_ENDPOINT"]
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert env["ECHELON_LOG_DIR"] == str(tmp_path / "out")
@@ -102,7 +103,7 @@ ENDINGS = {
     "raise ValueError('two\\nlines')": ("raised ValueError: two lines", 1),
     "sys.exit(7)": ("failed with exit code 7", 7),
     "os.kill(os.getpid(), signal.SIGKILL)": ("was killed by SIGKILL", 128 + signal.SIGKILL),
-    "raise errors.UsageError('use something else')": ("raised UsageError: use something else", 1),
+    "raise errors.UsageError('use something else')": ("raised UsageError: use something else (fail.py:4)", 1),
 }
 
 
@@ -132,7 +133,18 @@ def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_p
     else:
         assert len(end.err.splitlines()) == 2
     if "UsageError" in statement:
-        assert log.read_text() == f"{pid}\nechelon: use something else\n"
+        assert log.read_text() == f"{pid}\nechelon: use something else (fail.py:4)\n"
+
+
+def test_traceback_is_shown_if_asked_for_and_the_error_still_counts_as_explained(tmp_path):
+    write(tmp_path / "fail.py", "from echelon.environment import whole_number\nwhole_number({}, 'X')\n")
+    end = echelon("run", "--traceback", "--max-restarts", 1, "fail.py", cwd=tmp_path)
+    first, *trace = end.err.splitlines()
+    assert first.endswith("(fail.py:2)")
+    assert trace[:2] == ["Traceback (most recent call last):", '  File "fail.py", line 2, in <module>']
+    assert "echelon/environment.py" in end.err
+    assert "restart" not in end.err  # it would come again
+    assert end.code == 1
 
 
 @pytest.mark.usefixtures("warm")

@@ -95,7 +95,7 @@ def test_a_job_that_must_go_saves_is_queued_again_and_ends(cluster):
         "open(f'up-{rank}', 'w').close()\n"
         "time.sleep(100)\n",
     )
-    words = ["--nodes", 2, "--run", "--procs 1 --join-timeout 50", "train.py", "--lr", "0.1", "it's $(x)"]
+    words = ["--nnodes", 2, "--run", "--procs 1 --join-timeout 50", "train.py", "--lr", "0.1", "it's $(x)"]
     told = here("submit", "slurm", *words, cwd=cluster)
     assert told.code == 0, told
     script, console = cluster / "log" / "train.sbatch", cluster / "log" / "slurm-4242.log"
@@ -228,7 +228,7 @@ def test_a_script_for_many_nasty_words_is_one_that_bash_takes_and_hands_on_as_th
         ({"options": ["Q=1"]}, "--option 'Q=1' is not KEY=VALUE of an option of sbatch, such as --option qos=high"),
         ({"time": "soon"}, "--time 'soon' is no time limit; write 8:00:00, or 2-12:00 for days and hours"),
         ({"name": "../x"}, "--name '../x' is no name for a job; use letters, digits, dots and dashes"),
-        ({"nodes": 0}, "--nodes 0 makes no job; it must be 1 or more"),
+        ({"nodes": 0}, "--nnodes 0 makes no job; it must be 1 or more"),
         ({"run": "'"}, "--run ''' cannot be read: No closing quotation"),
     ],
 )

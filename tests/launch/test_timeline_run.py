@@ -78,7 +78,7 @@ def test_a_run_that_ends_in_the_middle_leaves_what_it_had_recorded(
         (("run", "--timeline", "9:2", "train.py"), "--timeline '9:2': steps count from 1, and the first comes"),
         (("run", "--timeline", "5..7", "train.py"), "--timeline '5..7' names no steps; write 5:10"),
         (("timeline", "."), "there is no timeline in '.'; record one by 'echelon run --timeline ...'"),
-        (("timeline", "nowhere"), "there is no directory 'nowhere'; give the run's log directory"),
+        (("timeline", "nowhere"), "'nowhere' does not exist; name the log directory of a run (by default 'log')"),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], line: str, tmp_path: Path) -> None:

@@ -51,6 +51,27 @@ def test_the_layer_is_named_the_code_is_one_and_nothing_is_left(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+ALIKE = """
+import torch, echelon
+
+echelon.init(seed=0)
+model = torch.nn.Linear(4, 3)
+engine = echelon.distribute(
+    model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.cross_entropy
+)
+for x, y in torch.utils.data.DataLoader([(torch.ones(4), 1)] * 8, batch_size=4):
+    engine.step(x, y)
+"""
+
+
+def test_the_same_data_on_all_ranks_has_a_code_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", ALIKE)
+    ended = echelon("verify", "train.py", "--procs", 2, "--steps", 2, cwd=tmp_path)
+    assert ended.code == 3, ended.err
+    assert "cannot tell: " in ended.out
+    assert "same:" not in ended.out
+
+
 def test_a_script_that_distributes_nothing_is_told(tmp_path: Path) -> None:
     write(tmp_path / "hello.py", "print('hello')")
     ended = echelon("verify", "hello.py", cwd=tmp_path)

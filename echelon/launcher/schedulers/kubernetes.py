@@ -17,7 +17,6 @@ from echelon.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
 from echelon.errors import EchelonError, UsageError
 from echelon.launcher.schedulers import names
 from echelon.launcher.schedulers.slurm import split_run
-from echelon.launcher.schedulers.yaml_text import to_yaml
 
 MASTER_PORT, SERVER_PORT = 29500, 6174
 #: The user of the project's image, see Dockerfile.
@@ -111,6 +110,8 @@ def submit(asked: Submission, out: str | None) -> str:
 
 
 def manifest(asked: Submission) -> str:
+    from echelon.launcher.schedulers.yaml_text import to_yaml  # here: every run would pay for yaml, 70 ms
+
     return to_yaml(documents(asked))
 
 
@@ -136,10 +137,10 @@ def _check(asked: Submission) -> None:
     ):
         if name is not None:
             names.check_object("the name of " + option, name)
-    for option, size in (("--cpu", asked.cpu), ("--memory", asked.memory), ("--state", asked.state)):
+    for option, size in (("--cpu", asked.cpu), ("--memory", asked.memory), ("--state-size", asked.state)):
         if size is not None:
             names.check_quantity(option, size)
-    counts = {"--hosts": asked.hosts, "--workers": asked.workers, "--gpus": asked.gpus, "--min-hosts": asked.min_hosts}
+    counts = {"--nnodes": asked.hosts, "--workers": asked.workers, "--gpus": asked.gpus, "--min-hosts": asked.min_hosts}
     for option, count in counts.items():
         if count is not None and count < 1:
             raise UsageError(f"{option} {count} makes no job; it must be 1 or more")
@@ -148,13 +149,13 @@ def _check(asked: Submission) -> None:
 
 def _check_fit(asked: Submission) -> None:
     if asked.min_hosts is not None and asked.min_hosts > asked.hosts:
-        raise UsageError(f"--min-hosts {asked.min_hosts} is more than --hosts {asked.hosts}")
+        raise UsageError(f"--min-hosts {asked.min_hosts} is more than --nnodes {asked.hosts}")
     if asked.servers < 0 or asked.restarts < 0 or asked.grace < 0:
         raise UsageError("--servers, --restarts and --grace cannot be less than 0")
     if asked.servers and asked.min_hosts not in (None, asked.hosts):
         raise UsageError("--min-hosts is for jobs without servers; with them lost workers come back by themselves")
     if not asked.servers and (asked.state is not None or asked.tls_secret is not None or asked.workers != 1):
-        raise UsageError("--workers, --state and --tls-secret belong to a job with servers; add --servers N")
+        raise UsageError("--workers, --state-size and --tls-secret belong to a job with servers; add --servers N")
 
 
 # The documents

@@ -28,6 +28,7 @@ from echelon.launcher.schedulers.ray_host import News, RayHost
 from echelon.launcher.schedulers.repeat import typed_words
 from echelon.launcher.schedulers.ssh import carried
 from echelon.launcher.secret import find_token
+from echelon.wait_notice import WaitNotice, say_wait
 
 #: Options of ``run`` that this module answers for.
 OWN = ("on", "ray_address", "nnodes", "node_rank", "master", "procs", "gpus", "env")
@@ -148,7 +149,10 @@ class Cluster:
     def _begin(self) -> None:
         least = self._request.least
         self._group = self._ray.util.placement_group([dict(self._request.bundle)] * least, strategy="STRICT_SPREAD")
-        if not self._group.wait(self._request.join_timeout):
+        notice = WaitNotice("this command", self._request.join_timeout, component="ray", say=say_wait)
+        with notice.during(lambda: f"room for {least} hosts in the Ray cluster"):
+            has_room = self._group.wait(self._request.join_timeout)
+        if not has_room:
             raise PeerLost(
                 f"the Ray cluster had no room for {least} hosts within {self._request.join_timeout:g} s; "
                 "wait for others to end, or give --join-timeout"

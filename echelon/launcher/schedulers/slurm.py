@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from echelon.environment import (
     LOG_DIR,
     REQUEUE,
@@ -130,6 +128,8 @@ class Submission:
 
 def script(asked: Submission) -> str:
     """The batch script: everything in it that a user gave is checked, or quoted for the shell."""
+    import jinja2  # here: every run would pay for it, 60 ms
+
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
     logs = Path(asked.log_dir).absolute()
     run = [*split_run(asked.run), "--log-dir", str(logs), *(["-m"] if asked.module else [])]
@@ -175,7 +175,7 @@ def split_run(text: str) -> list[str]:
 
 def _directives(asked: Submission, logs: Path) -> list[str]:
     if asked.nodes < 1:
-        raise UsageError(f"--nodes {asked.nodes} makes no job; it must be 1 or more")
+        raise UsageError(f"--nnodes {asked.nodes} makes no job; it must be 1 or more")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.name, re.ASCII):
         raise UsageError(f"--name '{asked.name}' is no name for a job; use letters, digits, dots and dashes")
     if asked.time is not None and not _TIME.fullmatch(asked.time):
