@@ -569,7 +569,7 @@ def test_explain_refuses_what_it_cannot_explain() -> None:
 def test_the_command_explains_a_file_settings_and_both(tmp_path: Path) -> None:
     Strategy(amp="fp16", clip=1.0).save(tmp_path / "strategy.yaml")
     (tmp_path / "net.py").write_text("import torch\n\n\ndef small():\n    return torch.nn.Linear(9, 1)\n")
-    options = ["--ranks", 4, "--ranks-per-host", 2, "--model", "net.py:small"]
+    options = ["--procs", 4, "--procs-per-host", 2, "--model", "net.py:small"]
     end = echelon("explain", "strategy.yaml", "amp.growth=4", "dgc={min_size: 1}", *options, cwd=tmp_path)
     expected = Strategy(amp=Amp(dtype="fp16", growth=4), clip=1.0, dgc=Dgc(min_size=1))
     assert (end.code, end.err) == (0, "")
@@ -625,7 +625,7 @@ def test_a_mistake_on_the_command_line_is_one_line(words: str) -> None:
 
 
 def test_the_command_itself_says_it_with_exit_code_2(bad_files: Path) -> None:
-    end = here("explain", "bad.yaml", "--ranks", 4, cwd=bad_files)
+    end = here("explain", "bad.yaml", "--procs", 4, cwd=bad_files)
     assert (end.code, end.out, end.err) == (2, "", f"echelon: {MISTAKES['bad.yaml']}\n")
 
 

@@ -2,43 +2,70 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Annotated, Any
+
 import typer
 
+from echelon.cli.completion import completion
 from echelon.cli.files import export, fetch_data
 from echelon.cli.models import train, zoo
+from echelon.cli.parsing import EchelonCommand, EchelonGroup, RunCommand
 from echelon.cli.plans import bench, explain, memory, plan
 from echelon.cli.run import run
 from echelon.cli.runs import report, timeline, watch
 from echelon.cli.servers import serve
 from echelon.cli.submit import submit
 from echelon.cli.trust import doctor, verify
-from echelon.timeline.word import TimelineWord
+from echelon.cli.version import show_version, version
 
 app = typer.Typer(
+    cls=EchelonGroup,
     help="Train one PyTorch model on many devices, with the numbers one process gives.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 #: Words after the script, and words that another room reads, are not the command's own.
 _SCRIPT_IS_LAST = {"allow_interspersed_args": False}
 _READ_ELSEWHERE = {"ignore_unknown_options": True}
 
-app.command(cls=TimelineWord, context_settings=_SCRIPT_IS_LAST)(run)
-app.command(add_help_option=False, context_settings=_READ_ELSEWHERE | _SCRIPT_IS_LAST)(train)
+_command = functools.partial(app.command, cls=EchelonCommand)
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Hold the options that come before any command."""
+
+
+app.command(cls=RunCommand, context_settings=_SCRIPT_IS_LAST)(run)
+_command(add_help_option=False, context_settings=_READ_ELSEWHERE | _SCRIPT_IS_LAST)(train)
 app.add_typer(zoo, name="zoo")
 app.add_typer(submit, name="submit")
-app.command()(serve)
-app.command()(export)
-app.command()(explain)
-app.command()(plan)
-app.command()(memory)
-app.command()(bench)
-app.command(context_settings=_READ_ELSEWHERE | {"allow_extra_args": True})(doctor)
-app.command(context_settings={"allow_interspersed_args": True})(verify)
-app.command()(timeline)
-app.command()(report)
-app.command()(watch)
-app.command(name="fetch-data")(fetch_data)
+_command()(serve)
+_command()(export)
+_command()(explain)
+_command()(plan)
+_command()(memory)
+_command()(bench)
+_command(context_settings=_READ_ELSEWHERE | {"allow_extra_args": True})(doctor)
+_command(context_settings={"allow_interspersed_args": True})(verify)
+_command()(timeline)
+_command()(report)
+_command()(watch)
+_command(name="fetch-data")(fetch_data)
+_command()(completion)
+_command()(version)
+
+
+@functools.cache
+def run_command() -> Any:
+    """Return ``echelon run`` as click has it."""
+    return typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")]
-Args = Annotated[list[str] | None, typer.Argument(help="Everything after the script is the script's.")]
-ScriptArgs = Annotated[list[str] | None, typer.Argument(help="A script's own arguments, after --.")]
+Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Everything after the script is the script's.")]
+ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="A script's own arguments, after --.")]
 Inputs = Annotated[
     str | None,
     typer.Option("--input", help="One sample, where no batch comes with the model: 3x224x224, int64:128:30522."),

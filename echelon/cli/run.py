@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from echelon.cli import run_options as of
+from echelon.cli.after_script import say_strayed
 from echelon.cli.options import Args, Module
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def run(
     stall: of.Stall = 60.0,
     on_stall: of.OnStall = "end",
     checked: of.Checked = False,
+    traceback: of.Traceback = False,
     timeline: of.Timeline = None,
     servers: of.Servers = None,
     workers: of.Workers = None,
@@ -52,13 +54,15 @@ def run(
     ray_address: of.RayAddress = None,
 ) -> None:
     """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
+    say_strayed(context)
     from echelon.launcher.schedulers.surroundings import started_elsewhere
 
     if (code := started_elsewhere(context)) is not None:
         raise typer.Exit(code)
-    from echelon.launcher.run import launch
+    job = checked_job(**context.params)
+    from echelon.launcher.run import launch  # torch: imported when nothing is left to refuse
 
-    raise typer.Exit(launch(checked_job(**context.params)))
+    raise typer.Exit(launch(job))
 
 
 def checked_job(script: str, args: list[str] | None, planned: str | None, **options: Any) -> Job:

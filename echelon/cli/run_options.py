@@ -8,7 +8,7 @@ import typer
 
 # ---- what runs ----
 
-Script = Annotated[str, typer.Argument(help="The script to run (or, with -m, the module).")]
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run (or, with -m, the module).")]
 Procs = Annotated[int | None, typer.Option(help="Processes on this host.", show_default="one per visible GPU, or 1")]
 Gpus = Annotated[str | None, typer.Option(help="How many GPUs (4), or which (0,1,3; '0,' is GPU zero alone).")]
 Planned = Annotated[
@@ -52,6 +52,9 @@ Stall = Annotated[float, typer.Option(help="Seconds that a rank may be late befo
 OnStall = Annotated[str, typer.Option(help="What to do about a rank that is late: end or wait.")]
 Checked = Annotated[
     bool, typer.Option("--check", help="Compare the calls of all ranks in every step, not in the first ones only.")
+]
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Show errors with their whole traceback, not in one line.")
 ]
 
 # ---- what is written down ----

@@ -7,22 +7,28 @@ from typing import Annotated
 
 import typer
 
+from echelon.cli.after_script import refuse_strayed
 from echelon.cli.options import Args, Module
+from echelon.cli.parsing import EchelonCommand, EchelonGroup
+from echelon.errors import UsageError
 
-submit = typer.Typer(help="Hand a job to a cluster: Slurm or Kubernetes.", no_args_is_help=True)
+submit = typer.Typer(cls=EchelonGroup, help="Hand a job to a cluster: Slurm or Kubernetes.", no_args_is_help=True)
 _SCRIPT_IS_LAST = {"allow_interspersed_args": False}
 
-Script = Annotated[str, typer.Argument(help="The script to run (or, with -m, the module), as the hosts see it.")]
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="The script to run (or, with -m, the module), as the hosts see it.")
+]
 Run = Annotated[str, typer.Option(help="Options for 'echelon run' on every host: --run '--max-restarts 3'.")]
 DryRun = Annotated[bool, typer.Option(help="Print what would be submitted, and do nothing.")]
 
 
-@submit.command(context_settings=_SCRIPT_IS_LAST)
+@submit.command(cls=EchelonCommand, context_settings=_SCRIPT_IS_LAST)
 def slurm(
+    context: typer.Context,
     script: Script,
     args: Args = None,
     *,
-    nodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
+    nodes: Annotated[int, typer.Option("--nnodes", help="Number of hosts.")] = 1,
     gpus: Annotated[int | None, typer.Option(help="GPUs of each.", show_default="none asked for")] = None,
     cpus: Annotated[int | None, typer.Option(help="Cores of each.", show_default="as Slurm is set up")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit: 8:00:00, 2-12:00.")] = None,
@@ -37,6 +43,7 @@ def slurm(
     dry_run: DryRun = False,
 ) -> None:
     """Write a batch script, and submit it by sbatch."""
+    refuse_strayed(context)
     from echelon.launcher.schedulers import slurm as scheduler
 
     asked = scheduler.Submission(
@@ -57,22 +64,25 @@ def slurm(
     print(scheduler.script(asked) if dry_run else f"echelon: {scheduler.submit(asked)}", end="" if dry_run else "\n")
 
 
-@submit.command(context_settings=_SCRIPT_IS_LAST)
+@submit.command(cls=EchelonCommand, context_settings=_SCRIPT_IS_LAST)
 def k8s(
+    context: typer.Context,
     script: Script,
     args: Args = None,
     *,
     image: Annotated[str, typer.Option(help="The container image, with echelon and the script in it.")],
-    hosts: Annotated[int, typer.Option(help="Pods of the job.")] = 1,
-    min_hosts: Annotated[
-        int | None, typer.Option(help="Elastic: the fewest that the job goes on with.", show_default="all")
-    ] = None,
+    nnodes: Annotated[
+        str, typer.Option(help="Pods of the job; 2:8 for one that goes on while at least 2 are there.")
+    ] = "1",
+    min_hosts: Annotated[int | None, typer.Option(hidden=True, help="The 2 of --nnodes 2:8.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of each.")] = None,
     cpu: Annotated[str | None, typer.Option(help="Cores of each: 8, 500m.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of each: 64Gi.")] = None,
     servers: Annotated[int, typer.Option(help="Parameter servers, in pods of their own.")] = 0,
     workers: Annotated[int, typer.Option(help="With servers: workers of each host.")] = 1,
-    state: Annotated[str | None, typer.Option(help="With servers: size of the volume for each one's state.")] = None,
+    state: Annotated[
+        str | None, typer.Option("--state-size", help="With servers: size of the volume for each one's state.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The job's name.", show_default="the script's")] = None,
     namespace: Annotated[str | None, typer.Option(help="Where to make it.", show_default="kubectl's")] = None,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, or NAME with its value here.")] = None,
@@ -88,18 +98,20 @@ def k8s(
     run: Run = "",
     module: Module = False,
     dry_run: DryRun = False,
-    out: Annotated[str | None, typer.Option("-o", help="Write the documents into this file.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Write the documents into this file.")] = None,
 ) -> None:
     """Describe the job to Kubernetes, and hand it over by kubectl."""
+    refuse_strayed(context)
     from echelon.launcher.schedulers import kubernetes
 
+    fewest, most = _pods(nnodes)
     asked = kubernetes.Submission(
         program=_program(script, args),
         image=image,
-        hosts=hosts,
+        hosts=most,
         name=name or _job_name(script).lower().replace("_", "-").replace(".", "-"),
         namespace=namespace,
-        min_hosts=min_hosts,
+        min_hosts=min_hosts if fewest is None else fewest,
         gpus=gpus,
         cpu=cpu,
         memory=memory,
@@ -119,6 +131,14 @@ def k8s(
         print(kubernetes.manifest(asked), end="")
     else:
         print(f"echelon: {kubernetes.submit(asked, out)}")
+
+
+def _pods(nnodes: str) -> tuple[int | None, int]:
+    """Return the fewest pods of an elastic job, None for another one, and the most."""
+    fewest, colon, most = nnodes.partition(":")
+    if not fewest.isdigit() or (colon and not most.isdigit()):
+        raise UsageError(f"--nnodes '{nnodes}' is neither a number of hosts (4) nor a range (2:8)")
+    return (int(fewest), int(most)) if colon else (None, int(fewest))
 
 
 def _program(script: str, args: list[str] | None) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from echelon.cli.options import AllAsJson, Module
+from echelon.cli.options import AllAsJson, Module, ScriptArgs
 
 
 def doctor(
@@ -15,18 +16,18 @@ def doctor(
     checkpoint: Annotated[
         str | None, typer.Option(help="Where checkpoints will go: its room and speed, and whether all hosts share it.")
     ] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all that was found as JSON.")] = None,
+    save: Annotated[str | None, typer.Option(metavar="FILE", help="Write all that was found as JSON.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure no speeds.")] = False,
 ) -> None:
     """Examine every host, every rank and what lies between them; takes the options of 'echelon run' (--procs ...)."""
     from echelon.doctor.command import doctor_words
 
-    raise typer.Exit(doctor_words(context.args, checkpoint, json, quick))
+    raise typer.Exit(doctor_words(context.args, checkpoint, save, quick))
 
 
 def verify(
-    script: Annotated[str, typer.Argument(help="The script to verify (or, with -m, the module).")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to verify (or, with -m, the module).")],
+    args: ScriptArgs = None,
     *,
     module: Module = False,
     procs: Annotated[
@@ -42,7 +43,16 @@ def verify(
     as_json: AllAsJson = False,
 ) -> None:
     """Train a script for some steps on several processes and in one, and say where their numbers part."""
-    from echelon.verify.command import Asked, launcher_words, verify_words
+    from echelon.launcher.hosts import at_least
+    from echelon.launcher.job import check_gpus
+    from echelon.verify.asked import Asked, check_asked
 
-    words = tuple(launcher_words(procs, gpus, planned))
-    raise typer.Exit(verify_words(Asked(script, tuple(args or []), module, steps, tolerance, words), as_json))
+    asked = Asked(script, tuple(args or []), module, steps, tolerance, ())
+    check_asked(asked)
+    if procs is not None:
+        at_least(1, "--procs", procs)
+    if gpus is not None:
+        check_gpus(gpus)
+    from echelon.verify.command import launcher_words, verify_words
+
+    raise typer.Exit(verify_words(replace(asked, words=tuple(launcher_words(procs, gpus, planned))), as_json))

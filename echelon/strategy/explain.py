@@ -155,7 +155,7 @@ def _remarks_on(model: nn.Module, strategy: Strategy, job: Job) -> Iterator[str]
     from echelon.plan.make import sparse_names
 
     if norms := _shared_batch_norms(strategy, model, job):
-        amount = sum(4 * norm.num_features * 4 for norm in norms) * (job.ranks - 1)
+        amount = sum(4 * getattr(norm, "num_features", 0) * 4 for norm in norms) * (job.ranks - 1)
         yield f"and statistics of {len(norms)} batch norms: {size(amount)} in {2 * len(norms)} exchanges"
     if sparse := sparse_names(model):
         yield f"and the rows that a batch uses of {', '.join(sorted(sparse))} (sparse gradients)"
@@ -251,7 +251,7 @@ def _frozen(model: nn.Module | None) -> float:
 
 def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: Job) -> list[Any]:
     """Batch norms whose statistics run over all replicas: by default those of replicas that step together."""
-    from echelon.plan.make import batch_norm_names
+    from echelon.plan.batch_norms import batch_norm_names
 
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
     share = not alone if strategy.sync_batch_norm is None else strategy.sync_batch_norm

@@ -59,20 +59,25 @@ def _scale(strategy: Strategy) -> str | None:
     return f"the loss scale, {word(amp.init_scale)} at first" if amp.scaling == "dynamic" else f"{amp.scaling:g}"
 
 
+def _op(strategy: Strategy) -> str:
+    """Return what replicas' gradients come to: the mean, unless the loss turns out to be a sum."""
+    return "sum" if strategy.reduction.op == "sum" else "mean"
+
+
 def _unscale(strategy: Strategy, who: str) -> Iterator[Stage]:
     if _scale(strategy):
         yield "unscale", f"gradients are divided by the scale; one that is not finite skips the step {who}"
 
 
 def _scatter(strategy: Strategy, job: Job) -> Iterator[Stage]:
-    what = f"{strategy.reduction.op} of gradients over {job.ranks} ranks, to each its rows"
+    what = f"{_op(strategy)} of gradients over {job.ranks} ranks, to each its rows"
     yield "scatter", f"{what}, while backward still runs"
 
 
 def _together(strategy: Strategy, job: Job) -> Iterator[Stage]:
     if job.ranks > 1 and not strategy.shard:
         wire = f", travelling as {strategy.fp16_allreduce}" if strategy.fp16_allreduce else ""
-        yield "reduce", f"{strategy.reduction.op} of gradients over {job.ranks} ranks{wire}, while backward still runs"
+        yield "reduce", f"{_op(strategy)} of gradients over {job.ranks} ranks{wire}, while backward still runs"
     yield from _unscale(strategy, "on every rank")
     if strategy.clip:
         yield "clip", f"all gradients together to a norm of at most {word(strategy.clip)}"
@@ -84,7 +89,7 @@ def _compressed(strategy: Strategy, job: Job) -> Iterator[Stage]:
     inside = "; larger ones are summed inside each host" if dgc.hierarchical else ""
     if job.ranks > 1:
         small = f"gradients with fewer than {dgc.min_size:,} entries over {job.ranks} ranks"
-        yield "reduce", f"{strategy.reduction.op} of {small}{inside}"
+        yield "reduce", f"{_op(strategy)} of {small}{inside}"
     yield from _unscale(strategy, "on every rank")
     who, parts = ("host", job.hosts) if dgc.hierarchical else ("rank", job.ranks)
     if strategy.clip:
@@ -93,7 +98,7 @@ def _compressed(strategy: Strategy, job: Job) -> Iterator[Stage]:
     part = f"{100 * (1 - dgc.sparsity[-1]):.3g}%"
     yield "compress", f"momentum and residual take the gradient in; the largest {part} of entries leave{begin}"
     if parts > 1:
-        yield "exchange", f"positions and values go from each {who} to all others{wire}: their {strategy.reduction.op}"
+        yield "exchange", f"positions and values go from each {who} to all others{wire}: their {_op(strategy)}"
     if strategy.clip:
         yield "clip", f"the gradients that travelled whole to a norm of at most {word(strategy.clip)}"
 

@@ -284,13 +284,14 @@ class Reduction:
     bucket_mb:       gradients are sent in buckets of about this size, while backward still runs
     first_bucket_mb: the first bucket is smaller, so that sending starts early
     communicators:   process groups that carry buckets side by side
-    op:              "mean" over all samples of the global batch (what one process computes), or "sum" over replicas
+    op:              "auto": what one process computes, the mean over the global batch, or the sum if the loss is a sum
+                     over samples; "mean" over the global batch in any case; "sum" over replicas
     """
 
     bucket_mb: float = 25.0
     first_bucket_mb: float = 1.0
     communicators: int = 1
-    op: Literal["mean", "sum"] = "mean"
+    op: Literal["auto", "mean", "sum"] = "auto"
 
     def __post_init__(self) -> None:
         require(self.bucket_mb > 0, self, "bucket_mb", "a size above 0")
@@ -303,6 +304,20 @@ def _normal(owner: object, name: str, kind: type) -> None:
     value = getattr(owner, name)
     if isinstance(value, bool):
         object.__setattr__(owner, name, kind() if value else None)
+
+
+#: How blocks are dealt out, by our names and by Fluid's.
+SPLIT_METHODS = {
+    "round_robin": "round_robin",
+    "RoundRobin": "round_robin",
+    "hash_name": "hash_name",
+    "HashName": "hash_name",
+}
+
+
+def _split_method(given: Any) -> Any:
+    """Return a way to deal blocks out by our name for it; Fluid gives a class of that name."""
+    return SPLIT_METHODS.get(given.__name__ if isinstance(given, type) else given, given)
 
 
 @strict
@@ -318,7 +333,8 @@ class ParameterServer:
     dense:          where dense parameters live: on "servers", or with the workers ("allreduce")
     compensate:     delay compensation of async gradients (DC-ASGD's lambda); 0: none
     slice_var_up:   cut parameters into blocks of at least ``min_block_size`` entries, one for each server
-    split_method:   deals blocks out: "round_robin", "hash_name", or a function (block names, servers) -> servers
+    split_method:   deals blocks out: "round_robin" (or "RoundRobin"), "hash_name" (or "HashName"), or a function
+                    (block names, servers) -> servers
     prefetch:       read the next batch's rows while this one computes (async: they miss this step's own update)
     server_device:  where servers keep dense blocks: "cpu" or "cuda"
     journal, replica, snapshot_every, journal_mb: what servers do for their state's safety, see docs/parameter_server.md
@@ -334,7 +350,7 @@ class ParameterServer:
     compensate: float = 0.0
     slice_var_up: bool = True
     min_block_size: int = 8192
-    split_method: Literal["round_robin", "hash_name"] | Callable[..., Any] = "round_robin"
+    split_method: str | Callable[..., Any] = "round_robin"
     prefetch: bool = True
     server_device: str = "cpu"
     journal: bool = True
@@ -349,6 +365,9 @@ class ParameterServer:
             require(self.mode == "sync", self, "sync_mode", f"None beside mode='{self.mode}': say it once")
             object.__setattr__(self, "mode", "sync" if self.sync_mode else "async")
             object.__setattr__(self, "sync_mode", None)
+        object.__setattr__(self, "split_method", _split_method(self.split_method))
+        known = self.split_method in SPLIT_METHODS.values() or callable(self.split_method)
+        require(known, self, "split_method", f"{', '.join(map(repr, SPLIT_METHODS))} or a function (names, servers)")
         if self.mode == "hybrid":
             require(self.dense != "servers", self, "dense", "'allreduce' (or nothing) with mode='hybrid'")
             object.__setattr__(self, "mode", "async")

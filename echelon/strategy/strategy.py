@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from echelon.strategy import files, show
+from echelon.strategy import files, fleet, show
 from echelon.strategy.combine import refuse_conflicts
+from echelon.strategy.other_names import refuse_other_names
 from echelon.strategy.parts import (
     SHORTHAND,
     AdaptiveLocalSgd,
@@ -38,7 +39,8 @@ T = TypeVar("T")
 class Strategy:
     """What to switch on. The default is plain data parallelism that equals one process on the global batch.
 
-    Each option takes ``True`` (the defaults), or its settings: ``Strategy(dgc=True)``, ``Strategy(dgc=Dgc(...))``.
+    Each option takes ``True`` (the defaults), or its settings: ``Strategy(dgc=True)``, ``Strategy(dgc=Dgc(...))``,
+    ``Strategy(dgc={...})``, or as Paddle Fleet has it ``Strategy(dgc=True, dgc_configs={...})``.
 
     amp:               "bf16" (also ``True``), "fp16", or an Amp: forward and loss in 16 bits; False: never. None: bf16
                        on GPUs that have it
@@ -87,6 +89,12 @@ class Strategy:
         for name, normal in _NORMAL.items():
             object.__setattr__(self, name, normal(getattr(self, name)))
         refuse_conflicts(self)
+
+    @staticmethod
+    def in_our_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
+        """Translate Fleet's names; refuse those of other frameworks, each with ours."""
+        refuse_other_names(given, label)
+        return fleet.translate(given, label, _SETTINGS)
 
     def part(self, kind: type[T]) -> T | None:
         """The settings of one strategy, when it is on: ``strategy.part(Dgc)``."""
@@ -160,6 +168,8 @@ _PARTS = {
     "ps": ParameterServer,
     "lean": Lean,
 }
+
+_SETTINGS = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in _PARTS.items()}
 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {
     "fp16_allreduce": lambda value: "fp16" if value is True else value or None,

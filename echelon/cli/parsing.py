@@ -1,0 +1,68 @@
+"""Commands as this command line has them: any spelling of an option, whole summaries, help as wide as the terminal."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from echelon.cli.spelling import respell
+from echelon.timeline.word import with_steps
+
+#: Where a context keeps the words that its command was given: errors show them.
+WORDS = "echelon.words"
+
+
+def option_names(command: Any) -> set[str]:
+    """Return all names of a command's options."""
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
+
+
+def valued_options(command: Any) -> set[str]:
+    """Return the names of a command's options that take a value."""
+    return {name for param in command.params if not getattr(param, "is_flag", False) for name in param.opts}
+
+
+class EchelonCommand(TyperCommand):
+    """A command that takes every spelling of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = self.reword(args, is_last=not ctx.allow_interspersed_args)
+        ctx.meta[WORDS] = tuple(words)
+        return super().parse_args(ctx, words)
+
+    def reword(self, words: list[str], *, is_last: bool) -> list[str]:
+        """Return the words as click is to read them. is_last: True if all that follows the script is the script's"""
+        return respell(words, str(self.name), option_names(self), valued_options(self), script_is_last=is_last)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return _summary(self)
+
+
+class RunCommand(EchelonCommand):
+    """``echelon run``, whose ``--timeline`` may stand alone: then the steps after the warm-up are meant."""
+
+    def reword(self, words: list[str], *, is_last: bool) -> list[str]:
+        valued = valued_options(self)
+        either = valued | {"--" + name[2:].replace("-", "_") for name in valued}
+        return super().reword(with_steps(words, either), is_last=is_last)
+
+
+class EchelonGroup(TyperGroup):
+    """A list of commands whose help is as wide as the terminal."""
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        extra.setdefault("max_content_width", shutil.get_terminal_size().columns)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name.replace("_", "-"))
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return _summary(self)
+
+
+def _summary(command: Any) -> str:
+    """Return the first paragraph of a command's help, whole: click would cut it where a line ends."""
+    return " ".join((command.help or "").split("\n\n")[0].split())

@@ -1,0 +1,39 @@
+"""What can be refused at once: checked before anything that takes seconds to import."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.errors import UsageError
+
+
+def require_model(word: str) -> None:
+    """Refuse a MODEL, ``script.py`` or ``file.py:callable``, whose file is not there, or ``zoo:NAME`` of no model."""
+    if word.startswith("zoo:"):
+        from echelon.zoo.registry import require_name
+
+        require_name(word.removeprefix("zoo:").split(",")[0])
+    source = word if word.endswith(".py") else word.rpartition(":")[0]
+    if source.endswith(".py") and not Path(source).is_file():
+        raise UsageError(f"MODEL: no file at '{source}'{_near(Path(source))}")
+
+
+def require_path(path: str, line: str) -> None:
+    """Refuse a path that is not there, by ``line``; addresses with a scheme are left to who fetches them."""
+    if "://" not in path and not Path(path).exists():
+        raise UsageError(line)
+
+
+def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
+    """Refuse a value that is given and not among those known."""
+    if value is not None and value not in known:
+        *most, last = map(str, known)
+        raise UsageError(f"{option} {value}: expected {', '.join(most)} or {last}")
+
+
+def _near(path: Path) -> str:
+    beside = [str(found) for found in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(str(path), beside, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

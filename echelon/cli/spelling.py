@@ -1,0 +1,52 @@
+"""Spellings of options on a command line: underscores, and the names that options had before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+#: By command: the earlier names of options, which work still, and those of today.
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "plan": {"--batch": "--global-batch"},
+    "memory": {"--batch": "--batch-size", "--merge": "--gradient-merge", "--save": "--log-dir"},
+    "doctor": {"--json": "--save"},
+    "explain": {"--ranks": "--procs", "--ranks-per-host": "--procs-per-host"},
+    "slurm": {"--nodes": "--nnodes"},
+    "k8s": {"--hosts": "--nnodes", "--state": "--state-size"},
+    "fetch-data": {"--worker": "--part", "--workers": "--parts"},
+}
+
+
+def dashed(word: str) -> str:
+    """Return an option as this command line spells it: ``--log_dir=a_b`` is ``--log-dir=a_b``."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def option_places(words: Sequence[str], valued: Collection[str], *, script_is_last: bool) -> Iterator[int]:
+    """Yield the places of options among ``words``; those behind ``--``, or behind a script, are not the command's.
+
+    valued: options that take a value, as ``dashed`` spells them
+    """
+    at = 0
+    while at < len(words) and words[at] != "--":
+        if words[at].startswith("-"):
+            yield at
+        elif script_is_last:
+            return
+        at += 2 if dashed(words[at]) in valued else 1
+
+
+def respell(
+    words: Sequence[str], command: str, known: Collection[str], valued: Collection[str], *, script_is_last: bool
+) -> list[str]:
+    """Return the words with each known option in today's spelling; an earlier name is answered with a line."""
+    names, found = RENAMED.get(command, {}), list(words)
+    taking = {*valued, *(old for old, new in names.items() if new in valued)}
+    for at in option_places(words, taking, script_is_last=script_is_last):
+        name, equals, value = dashed(words[at]).partition("=")
+        if name in names:
+            print(f"echelon: {name} is called {names[name]} now", file=sys.stderr)
+        if (today := names.get(name, name)) in known:
+            found[at] = today + equals + value
+    return found

@@ -1,0 +1,32 @@
+"""``echelon version`` and ``echelon --version``."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+
+import typer
+
+from echelon import __version__
+
+
+def version() -> None:
+    """Print the versions of Echelon, torch and Python."""
+    print(version_line())
+
+
+def version_line() -> str:
+    """Return the versions in a line, torch's as it is installed: nothing is imported for it."""
+    try:
+        torch = f"torch {version_of('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f"echelon {__version__} ({torch}, Python {platform.python_version()})"
+
+
+def show_version(asked: bool) -> None:
+    """Print the versions, and end, where ``--version`` was given."""
+    if asked:
+        version()
+        raise typer.Exit
