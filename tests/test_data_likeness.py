@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import run
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import IterableDataset, Subset, TensorDataset, WeightedRandomSampler, random_split
 
 import echelon
 from echelon.data.likeness import likeness
@@ -19,6 +19,16 @@ from echelon.data.repeated import Repeated
 from echelon.errors import DataError
 
 X = torch.arange(1000.0).view(200, 5)
+
+
+class Lines(IterableDataset[Any]):
+    """A stream; ``begin``, ``step``: which rows it reads."""
+
+    def __init__(self, begin: int = 0, step: int = 1) -> None:
+        self.begin, self.step = begin, step
+
+    def __iter__(self) -> Any:
+        return iter([{"x": row, "text": str(row[0])} for row in X[self.begin :: self.step]])
 
 
 class Own(torch.utils.data.Dataset[Any]):
@@ -101,10 +111,20 @@ def train(kind: str) -> str | None:
         "own": Own(late),
         "own lengths": Own(X[: 200 - 3 * echelon.rank()]),
         "sharded by hand": (late, late),
+        "sampler": (X, X[:, :1]),
+        "late sampler": (X, X[:, :1]),
+        "stream": Lines(),
+        "stream of a rank": Lines(echelon.rank(), 3),
     }[kind]
-    apart = {"rank": 0, "world_size": 1} if kind == "sharded by hand" else {}
+    apart: dict[str, Any] = {"rank": 0, "world_size": 1} if kind == "sharded by hand" else {}
+    if "sampler" in kind:
+        own = torch.Generator().manual_seed(echelon.rank()) if kind == "late sampler" else None
+        apart = {"sampler": WeightedRandomSampler(torch.ones(200), 90, generator=own)}
     try:
         for batch in engine.loader(data, batch_size=8, **apart):
+            if "stream" in kind:
+                engine.step(batch["x"])
+                continue
             x, *rest = batch if isinstance(batch, list | tuple) else [batch]
             if kind == "own loop":
                 engine.backward(engine.model(x).mean())
@@ -154,14 +174,20 @@ def test_every_loader_is_compared_and_a_wrong_length_counts_more_than_other_cont
 def warned(kind: str) -> tuple[str | None, int]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         error = train(kind)
-    return error, said.getvalue().count(
-        "was given another data set than rank 0; engine.loader() deals one data set out"
-    )
+    line = "was given another data set than rank 0; engine.loader() deals one data set out"
+    if "stream" in kind:
+        line = "rank 1 reads other samples from its stream than rank 0"
+    if "sampler" in kind:
+        line = "the sampler of rank 1 draws another order than that of rank 0; engine.loader() deals one order out"
+    return error, said.getvalue().count(line)
 
 
 @pytest.mark.parametrize(
     ("kind", "warnings"),
-    [("same", 0), ("late", 1), ("own loop", 1), ("late split", 1), ("own", 0), ("sharded by hand", 0)],
+    [
+        *[("same", 0), ("late", 1), ("own loop", 1), ("late split", 1), ("own", 0), ("sharded by hand", 0)],
+        *[("sampler", 0), ("late sampler", 1), ("stream", 0), ("stream of a rank", 1)],
+    ],
 )
 def test_other_contents_are_a_warning_once(kind: str, warnings: int) -> None:
     first, *others = run(warned, kind, ranks=3)

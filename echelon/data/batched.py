@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol, runtime_checkable
 
 from echelon.data.mapped import MapSource, Pick
@@ -42,7 +43,20 @@ class BatchedSource(MapSource):
 def makes_batches(dataset: Any, options: LoaderOptions) -> bool:
     """Not where single samples are asked for."""
     by_sample = options.collate is not None or options.lengths is not None or options.cache or options.pack
-    return isinstance(_inner(dataset), Batched) and not by_sample
+    return is_batched(_inner(dataset)) and not by_sample
+
+
+def is_batched(dataset: Any) -> bool:
+    """Return True if it has ``batch(indices, seeds)``. Hugging Face's ``Dataset.batch`` takes a batch size: a method is
+    told by the number of arguments that it must be given."""
+    if not isinstance(dataset, Batched):
+        return False
+    try:
+        parameters = inspect.signature(dataset.batch).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters) == 2
 
 
 def _inner(dataset: Any) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import default_collate
 
+from echelon.data.hugging_face import column_collate, has_columns
 from echelon.data.options import LoaderOptions
 from echelon.data.padding import pad_collate
 from echelon.data.seeding import seed_all
@@ -17,11 +18,16 @@ from echelon.errors import DataError
 class Collate:
     """The user's own collate function, seeded; or one of ours or torch's, with errors that name the sample."""
 
-    def __init__(self, options: LoaderOptions) -> None:
-        self.is_ours = options.collate is None
-        self._into_batch = options.collate or _ours(options)
+    #: told of the samples of a batch before they are put together, where that is more than to stack them
+    overheard: ClassVar[Callable[[list[Any]], None] | None] = None
+
+    def __init__(self, options: LoaderOptions, dataset: Any = None) -> None:
+        self.is_ours = options.collate is None or options.collate is default_collate
+        self._into_batch = options.collate or _ours(options, dataset)
 
     def __call__(self, samples: list[Any], names: Sequence[int], seed: int) -> Any:
+        if Collate.overheard is not None and self._into_batch is not default_collate:
+            Collate.overheard(samples)
         if not self.is_ours:
             seed_all(seed)  # masking words at random belongs here, and must come out the same after a resume
             return self._into_batch(samples)
@@ -49,14 +55,16 @@ class Collate:
         return ""
 
 
-def _ours(options: LoaderOptions) -> Callable[[list[Any]], Any]:
+def _ours(options: LoaderOptions, dataset: Any) -> Callable[[list[Any]], Any]:
     if options.pack:
         from echelon.data.packing import pack_collate  # with echelon.nn, which most loaders do not need
         from echelon.nn.packed import MULTIPLE
 
         multiple = MULTIPLE if options.pack is True else options.pack
         return partial(pack_collate, multiple=multiple, pad_value=options.pad_value)
-    return default_collate if options.lengths is None else partial(pad_collate, pad_value=options.pad_value)
+    if options.lengths is not None:
+        return partial(pad_collate, pad_value=options.pad_value)
+    return column_collate if has_columns(dataset) else default_collate
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

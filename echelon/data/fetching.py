@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from echelon.data.source import Piece, Source
 from echelon.errors import DataError
@@ -26,10 +27,27 @@ class Failure(NamedTuple):
 class Fetching:
     """Runs a source. Worker processes start with the first epoch and stay."""
 
-    def __init__(self, source: Source, *, workers: int, prefetch: int, pin: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        workers: int,
+        prefetch: int,
+        pin: bool,
+        worker_init: Callable[[int], None] | None = None,
+        dataset: Any = None,
+    ) -> None:
+        """worker_init: called in each worker process with its number, as by torch's DataLoader
+        dataset:     what ``torch.utils.data.get_worker_info().dataset`` is there
+        """
         self._source, self._workers, self._prefetch, self._pin = source, workers, prefetch, pin
+        self._begin = _step_back if worker_init is None else partial(_begin_worker, init=worker_init, dataset=dataset)
         self._requests = _Requests()
         self._loader = self._start() if workers else None
+
+    def stop_workers(self) -> None:
+        """Read in this process from the next epoch on."""
+        self._loader = None
 
     def answers(self, requests: Iterator[Any]) -> Iterator[Any]:
         """One answer for each request, until the first that is None."""
@@ -60,7 +78,7 @@ class Fetching:
             persistent_workers=True,
             pin_memory=self._pin,
             generator=torch.Generator(),  # else torch draws the workers' seeds from the model's randomness
-            worker_init_fn=_step_back,
+            worker_init_fn=self._begin,
         )
 
 
@@ -86,6 +104,11 @@ class _Answers(Dataset[Any]):
             return Failure(str(error))
 
 
+def is_ours(loader: DataLoader[Any]) -> bool:
+    """Return True if this DataLoader runs a source."""
+    return isinstance(loader.dataset, _Answers)
+
+
 def timed(source: Source, request: Any) -> Any:
     """The answer, with the time it took."""
     begin = time.perf_counter()
@@ -99,6 +122,13 @@ def _step_back(worker: int) -> None:
     ResNet-50 from JPEG files on an H200, 16 workers on 16 cores: 5,320 images/s without this, 6,190 with it.
     """
     os.nice(NICENESS)
+
+
+def _begin_worker(worker: int, *, init: Callable[[int], None], dataset: Any) -> None:
+    _step_back(worker)
+    # what torch put there is ours, and WorkerInfo refuses assignments
+    object.__setattr__(get_worker_info(), "dataset", dataset)
+    init(worker)
 
 
 def _is_answer(answer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import GeneratorType
 from typing import Any
 
@@ -13,15 +14,19 @@ from torch.utils.data import DataLoader
 
 from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
+from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.fetching import Fetching
+from echelon.data.hugging_face import refuse_whole
 from echelon.data.likeness import Likeness, likeness
 from echelon.data.mapped import Columns, MapSource, TensorSource, columns_of
 from echelon.data.options import Lengths, LoaderOptions, Uneven
 from echelon.data.repeated import Repeated
+from echelon.data.sampling import Sampling, batches_of
 from echelon.data.sharded import Agreement, ShardSource, is_sharded
 from echelon.data.source import Piece, Source, UnknownLength, is_stream, kind_name
 from echelon.data.stream import StreamSource
+from echelon.data.torch_loader import CARED_FOR, RENAMED
 from echelon.data.transfer import on_device
 from echelon.errors import DataError, UsageError, nearest
 from echelon.watch.activity import activity
@@ -33,6 +38,10 @@ class Loader:
     ``batch_size`` is for each rank. Step by step, all ranks together see the samples that one rank with the global
     batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``). ``shares`` deals a
     global batch out unevenly, for ranks of different speed; ``batch_size`` is then their average.
+
+    ``sampler`` draws the global order of every epoch, in place of ``shuffle``. ``batch_sampler`` draws it in global
+    batches, which are dealt out to ranks; then there is no ``batch_size``. Both must draw alike on every rank.
+    ``worker_init_fn`` is called in each worker process, with its number.
 
     ``pack`` lays sequences of different length one after another, without padding, as ``echelon.nn.Packed``; a number
     says what the tokens of a batch are filled up to a multiple of.
@@ -46,7 +55,7 @@ class Loader:
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -64,6 +73,9 @@ class Loader:
         total: int | None = None,
         multiple: int | None = None,
         pack: bool | int = False,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
         on_change: Callable[[str], None] | None = None,
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
@@ -72,8 +84,14 @@ class Loader:
         **unknown: Any,
     ) -> None:
         for name in unknown:
-            raise UsageError(f"the loader has no option '{name}'{nearest(name, OPTIONS)}")
+            raise UsageError(f"the loader has no option '{name}'{TORCHS.get(name) or nearest(name, OPTIONS)}")
         self.dataset = dataset
+        sampling = _sampling(sampler, batch_sampler, seed)
+        if batch_sampler is not None and batch_size is None:
+            total = batches_of(batch_sampler)
+            batch_size = -(-total // world_size)
+        if batch_size is None:
+            raise UsageError("the loader needs batch_size=, or batch_sampler=")
         self._options = LoaderOptions(
             batch_size=batch_size,
             rank=rank,
@@ -95,6 +113,8 @@ class Loader:
             pack=pack,
         )
         self._source = open_source(dataset, self._options)
+        if sampling is not None:
+            _draw_from(self._source, sampling, dataset)
         self._agreement = (
             Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
         )
@@ -102,13 +122,15 @@ class Loader:
         self._on_change = on_change
         pin = device is not None and device.type == "cuda"
         in_processes = 0 if isinstance(self._source, BlockSource) else workers  # blocks are read by threads
-        self._fetching = Fetching(self._source, workers=in_processes, prefetch=prefetch, pin=pin)
+        begin = {"worker_init": worker_init_fn, "dataset": dataset}
+        self._fetching = Fetching(self._source, workers=in_processes, prefetch=prefetch, pin=pin, **begin)
         self._cursor = Cursor(cut=self.global_batch)
         self._continues = False
         self._iteration = 0
         self._wanted_epochs: int | None = None
         self._real, self._room = 0, 0
         self._samples, self._work = 0, 0.0
+        self._mark: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch: what is left of it after ``load_state_dict``, else all of it.
@@ -133,20 +155,36 @@ class Loader:
     def likeness(self) -> Likeness | None:
         """What tells the data set from another; None where it is not dealt out, or ranks read parts of their own."""
         size = self._source.size
-        if self._options.world_size == 1 or size is None or reads_apart(self.dataset):
+        if self._options.world_size == 1 or reads_apart(self.dataset):
             return None
-        return likeness(self.dataset, size)
+        if isinstance(self._source, StreamSource):
+            return Likeness(size or 0, None, read=self._mark)
+        if size is None:
+            return None
+        found = likeness(self.dataset, size)
+        return found if self._sampling is None else found._replace(order=self._sampling.mark)
 
     def __len__(self) -> int:
         """Steps in a full epoch."""
-        size = self._source.size
-        if size is None:
+        steps = self._steps_of_epoch()
+        if steps is None:
+            sampling = self._sampling
+            what = kind_name(self.dataset) if sampling is None else sampling.name
+            whose = "the data set" if sampling is None else "the sampler"
             raise UnknownLength(
-                f"the number of batches in {kind_name(self.dataset)} is not known before it is read; "
-                "count steps yourself, or give the data set a __len__"
+                f"the number of batches in {what} is not known before it is read; "
+                f"count steps yourself, or give {whose} a __len__"
             )
-        whole, rest = divmod(size, self.global_batch)
-        return whole + (rest > 0 and self._options.uneven != "drop")
+        return steps
+
+    def _steps_of_epoch(self) -> int | None:
+        if isinstance(self._source, MapSource):
+            return self._source.steps
+        return None if self._source.size is None else self._options.steps(self._source.size)
+
+    @property
+    def _sampling(self) -> Sampling | None:
+        return self._source.sampling if isinstance(self._source, MapSource) else None
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that remain until ``count`` are done, each with a loop over the loader inside.
@@ -169,9 +207,8 @@ class Loader:
     @property
     def total_steps(self) -> int | None:
         """Steps in all the epochs that ``epochs()`` was asked for; ``None`` where that is not known."""
-        if self._wanted_epochs is None or self._source.size is None:
-            return None
-        return self._wanted_epochs * len(self)
+        steps = self._steps_of_epoch()
+        return None if self._wanted_epochs is None or steps is None else self._wanted_epochs * steps
 
     @property
     def batch_size(self) -> int:
@@ -202,6 +239,15 @@ class Loader:
         if not self._work or isinstance(self._source, BlockSource):
             return None
         return self._samples / self._work * max(self.workers, 1)
+
+    @property
+    def collate(self) -> Collate:
+        """Return what puts samples into one batch as this loader does."""
+        return Collate(self._options, self.dataset)
+
+    def stop_workers(self) -> None:
+        """Read in this process, so that it sees the samples of every batch (``echelon verify``)."""
+        self._fetching.stop_workers()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: plain numbers, ready for JSON."""
@@ -234,6 +280,8 @@ class Loader:
         facts: dict[str, Any] = {"seed": options.seed, "shuffle": options.shuffle}
         if isinstance(self._source, MapSource | BlockSource):
             facts["size"] = self._source.size
+            if self._sampling is not None:
+                facts["sampler"] = self._sampling.name
         elif options.shuffle:
             facts["shuffle_buffer"] = options.shuffle_buffer
         if isinstance(self._source, ShardSource | BlockSource):
@@ -256,6 +304,7 @@ class Loader:
         self._room += piece.room
         self._samples += piece.share
         self._work += piece.seconds
+        self._mark = self._mark if piece.mark is None else piece.mark
         if self._on_share is not None:
             self._on_share(piece.share)
 
@@ -276,13 +325,52 @@ def _one_ahead(pieces: Iterator[Piece], show: Callable[[Any], None]) -> Iterator
     yield last
 
 
-OPTIONS = tuple(name for name in Loader.__init__.__annotations__ if name not in ("unknown", "return"))
+#: filled in by the engine
+INNER = ("device", "group", "on_share", "on_change", "ahead", "total", "multiple")
+OPTIONS = tuple(name for name in Loader.__init__.__annotations__ if name not in ("unknown", "return", *INNER))
+#: torch's names, and where they lead
+TORCHS = {
+    **{theirs: f"; it is called {ours}= here" for theirs, ours in RENAMED.items()},
+    **dict.fromkeys(CARED_FOR, "; leave it out, this is taken care of"),
+    "drop_last": "; it is called uneven='drop' here",
+    "generator": "; seed= decides the order here",
+}
+
+
+def _sampling(sampler: Any, batch_sampler: Any, seed: int) -> Sampling | None:
+    if sampler is not None and batch_sampler is not None:
+        raise UsageError("batch_sampler= makes the global batches itself; leave sampler= out")
+    given = sampler if batch_sampler is None else batch_sampler
+    if given is None:
+        return None
+    if not hasattr(given, "__iter__"):
+        raise UsageError(f"{kind_name(given)} is no sampler; it needs an __iter__ that yields indices")
+    return Sampling(given, seed, in_batches=batch_sampler is not None)
+
+
+def _draw_from(source: Source, sampling: Sampling, dataset: Any) -> None:
+    if not isinstance(source, MapSource):
+        raise DataError(
+            f"{sampling.name} chooses samples by number, and {kind_name(dataset)} is read in its own order; leave the "
+            "sampler out"
+        )
+    source.draw_from(sampling)
 
 
 def open_source(dataset: Any, options: LoaderOptions) -> Source:
     """The way to read ``dataset``, from what it is."""
     if isinstance(dataset, DataLoader):
-        raise UsageError("a torch DataLoader was passed as the data set; pass its .dataset and set options here")
+        raise UsageError(
+            "a torch DataLoader was passed as the data set; pass it to engine.loader(), or pass its .dataset and set "
+            "options here"
+        )
+    refuse_whole(dataset, options.world_size)
+    if isinstance(dataset, str | Path):
+        raise DataError(
+            f"'{dataset}' is a path, not a data set; pass a data set that reads it, such as echelon.data.FileList"
+        )
+    if isinstance(dataset, dict) and dataset and 0 not in dataset:
+        raise DataError("a dict was passed as the data set; pass a tuple of its tensors, or a list of samples")
     if isinstance(dataset, GeneratorType | map | filter | zip):
         raise DataError(
             f"a {kind_name(dataset)} can be read only once, and every epoch reads the data again; "

@@ -13,12 +13,14 @@ from torch.utils.data import TensorDataset
 from echelon.data.cache import KeptItems
 from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor
+from echelon.data.hugging_face import reads_rows_at_once
 from echelon.data.options import LoaderOptions
 from echelon.data.order import BucketedOrder, EpochOrder, Indices, permutation
 from echelon.data.repeated import Repeated
+from echelon.data.sampling import Sampling
 from echelon.data.seeding import Use, apart, chain, mix, numpy_stream, seed_all
 from echelon.data.source import Piece, seen_lengths, too_few
-from echelon.errors import DataError
+from echelon.errors import DataError, UsageError
 
 
 class Pick(NamedTuple):
@@ -38,26 +40,57 @@ class MapSource:
 
     def __init__(self, dataset: Any, size: int, options: LoaderOptions) -> None:
         self.size: int | None = size
-        self._count, self._options, self._collate = size, options, Collate(options)
+        self._count, self._options, self._collate = size, options, Collate(options, dataset)
         if problem := too_few(size, options.uneven, options.world_size, options.global_batch):
             raise DataError(problem)
         # indexing these runs nobody's code, so there is no randomness to keep apart
         inert = type(dataset) in (list, Columns, torch.Tensor, np.ndarray)
+        self._reads_at_once = reads_rows_at_once(dataset) and not options.cache
         self._seeds_itself = inert or options.cache
-        self._calm = inert and self._collate.is_ours
-        self._dataset = KeptItems(dataset, options.seed) if options.cache and not inert else dataset
+        self._calm = (inert or self._reads_at_once) and self._collate.is_ours
+        self._dataset: Any = KeptItems(dataset, options.seed) if options.cache and not inert else dataset
         self._lengths = _known_lengths(options, size)
+        self.sampling: Sampling | None = None  #: draws the order of epochs, in place of the loader
+
+    def draw_from(self, sampling: Sampling) -> None:
+        """Take the order of every epoch from a sampler."""
+        options = self._options
+        if sampling.in_batches and self._lengths is not None:
+            raise UsageError("batch_sampler= says which samples make a batch, and lengths= does; leave one of them out")
+        if sampling.size == 0:
+            raise DataError(f"{sampling.name} draws no sample; check what it was made with")
+        if sampling.size is not None and not sampling.in_batches:
+            problem = too_few(sampling.size, options.uneven, options.world_size, options.global_batch)
+            if problem:
+                raise DataError(f"{sampling.name}: {problem}")
+        self.sampling = sampling
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes get: the order is drawn in the main process."""
+        return {**self.__dict__, "sampling": None}
+
+    @property
+    def steps(self) -> int | None:
+        """Steps in an epoch; None where a sampler does not tell."""
+        if self.sampling is None:
+            return self._options.steps(self._count)
+        if self.sampling.in_batches or self.sampling.size is None:
+            return self.sampling.size
+        return self._options.steps(self.sampling.size)
 
     def requests(self, cursor: Cursor) -> Iterator[Pick]:
-        order = self._order(cursor)
-        for start in range(cursor.samples, self._count, self._options.global_batch):
-            stop = min(start + self._options.global_batch, self._count)
-            if stop - start == self._options.global_batch:
+        order, start = self._order(cursor), cursor.samples
+        in_batches = self.sampling is not None and self.sampling.in_batches
+        while (stop := order.end(start, self._options.global_batch)) > start:
+            if in_batches:
+                yield self._joined(cursor.epoch, order, start, stop)
+            elif stop - start == self._options.global_batch:
                 yield self._pick(cursor.epoch, order.take(start, stop), start, stop - start)
             elif self._options.uneven == "pad":
                 yield self._padded(cursor.epoch, order, start, stop)
             elif self._options.uneven == "join":
                 yield self._joined(cursor.epoch, order, start, stop)
+            start = stop
 
     def fetch(self, request: Pick) -> Piece:
         if self._calm:
@@ -69,13 +102,20 @@ class MapSource:
 
     def _gather(self, request: Pick) -> Any:
         indices = request.indices.tolist()
+        samples = self._rows(indices) if self._reads_at_once else self._samples(indices, request)
+        first = int(request.positions[0])
+        return self._collate(samples, indices, mix(self._options.seed, Use.COLLATE, request.epoch, first))
+
+    def _rows(self, indices: list[int]) -> list[Any]:
+        rows: list[Any] = self._dataset.__getitems__(indices)
+        return rows
+
+    def _samples(self, indices: list[int], request: Pick) -> list[Any]:
         seed = mix(self._options.seed, Use.SAMPLE, request.epoch)
-        samples = [
+        return [
             self._sample(index, chain(seed, position))
             for index, position in zip(indices, request.positions.tolist(), strict=True)
         ]
-        first = int(request.positions[0])
-        return self._collate(samples, indices, mix(self._options.seed, Use.COLLATE, request.epoch, first))
 
     def _sample(self, index: int, seed: int) -> Any:
         if not self._seeds_itself:
@@ -88,7 +128,12 @@ class MapSource:
 
     def _order(self, cursor: Cursor) -> EpochOrder:
         seed, shuffle = self._options.seed, self._options.shuffle
-        indices = permutation(self._count, seed=seed, epoch=cursor.epoch, shuffle=shuffle)
+        if self.sampling is not None and self._lengths is None:
+            return self.sampling.order(cursor.epoch, self._options.global_batch)
+        if self.sampling is not None:
+            indices = self.sampling.whole(cursor.epoch)
+        else:
+            indices = permutation(self._count, seed=seed, epoch=cursor.epoch, shuffle=shuffle)
         if self._lengths is None:
             return EpochOrder(indices)
         shuffler = partial(numpy_stream, seed, Use.BUCKET, cursor.epoch) if shuffle else lambda window: None
@@ -102,13 +147,17 @@ class MapSource:
         return Pick(epoch, mine, positions, share, taken, *self._elements(mine))
 
     def _padded(self, epoch: int, order: EpochOrder, start: int, stop: int) -> Pick:
-        extra = self._options.missing(stop - start)
-        again = numpy_stream(self._options.seed, Use.PAD, epoch).randint(0, self._count, extra)
+        extra, draw = self._options.missing(stop - start), numpy_stream(self._options.seed, Use.PAD, epoch)
+        if self.sampling is None:
+            again = draw.randint(0, self._count, extra)
+        else:  # which may leave samples out: of those that it has drawn
+            recent = order.take(max(0, start - self._options.global_batch), stop)
+            again = recent[draw.randint(0, len(recent), extra)]
         return self._pick(epoch, np.concatenate([order.take(start, stop), again]), start, stop - start)
 
     def _joined(self, epoch: int, order: EpochOrder, start: int, stop: int) -> Pick:
         pick = self._pick(epoch, order.take(start, stop), start, stop - start)
-        if pick.share:
+        if pick.share or not start:  # before the first batch there is nothing to stand in
             return pick
         before = max(0, start - self._options.global_batch)
         last = self._pick(epoch, order.take(before, start), before, 0)
@@ -140,10 +189,10 @@ class TensorSource(MapSource):
 
     def __init__(self, columns: Columns, options: LoaderOptions) -> None:
         super().__init__(columns, len(columns), options)
-        self._columns, self._rows = columns.arrays, columns.rows
+        self._columns, self._places = columns.arrays, columns.rows
 
     def _gather(self, request: Pick) -> Any:
-        rows = self._rows(request.indices)
+        rows = self._places(request.indices)
         return [
             _selected(column, rows) if isinstance(column, torch.Tensor) else torch.from_numpy(column[rows])
             for column in self._columns

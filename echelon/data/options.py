@@ -57,6 +57,11 @@ class LoaderOptions:
     def global_batch(self) -> int:
         return self.total or self.batch_size * self.world_size
 
+    def steps(self, samples: int) -> int:
+        """Return how many steps an epoch of so many samples has."""
+        whole, rest = divmod(samples, self.global_batch)
+        return whole + (rest > 0 and self.uneven != "drop")
+
     def missing(self, count: int) -> int:
         """How many samples fill up the ragged end of an epoch, which has ``count``."""
         return -count % (self.multiple or self.world_size)

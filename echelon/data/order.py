@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.seeding import Use, numpy_stream
+from echelon.errors import DataError
 
 Indices = NDArray[np.int64]
 
@@ -17,6 +18,17 @@ def permutation(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
     if not shuffle:
         return np.arange(size, dtype=np.int64)
     return numpy_stream(seed, Use.ORDER, epoch).permutation(size).astype(np.int64, copy=False)
+
+
+def per_replica(global_batch: int, replicas: int) -> int:
+    """Return the samples of each replica in a global batch, which must be as many for all."""
+    size, rest = divmod(global_batch, replicas)
+    if rest or size < 1:
+        near = [n * replicas for n in (size, size + 1) if n]
+        raise DataError(
+            f"global_batch={global_batch} cannot be divided over {replicas} replicas; {' or '.join(map(str, near))} can"
+        )
+    return size
 
 
 def block(count: int, rank: int, world_size: int) -> slice:
@@ -62,6 +74,10 @@ class EpochOrder:
 
     def __init__(self, indices: Indices) -> None:
         self._indices = indices
+
+    def end(self, start: int, batch: int) -> int:
+        """Return the end of the batch of ``batch`` samples that begins at ``start``; ``start`` where none are left."""
+        return max(start, min(start + batch, len(self._indices)))
 
     def take(self, start: int, stop: int) -> Indices:
         return self._indices[start:stop]

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class Use(IntEnum):
     COLLATE = 7
     KEPT = 8
     FILES = 9
+    SAMPLER = 10
 
 
 def mix(*parts: int) -> int:
@@ -77,13 +79,29 @@ def seed_all(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
+class GlobalState(NamedTuple):
+    """States of the generators that ``seed_all`` seeds."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+
+
+def global_state() -> GlobalState:
+    return GlobalState(random.getstate(), np.random.get_state(), torch.default_generator.get_state())
+
+
+def restore_global_state(state: GlobalState) -> None:
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.default_generator.set_state(state.cpu)
+
+
 @contextmanager
 def apart() -> Iterator[None]:
     """Give the process its random state back afterwards, as if nothing had been drawn (90 us)."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    before = global_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(cpu)
+        restore_global_state(before)

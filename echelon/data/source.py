@@ -28,6 +28,8 @@ class Piece(NamedTuple):
     room: int = 0
     #: that reading it took, in the process that did
     seconds: float = 0.0
+    #: checksum of the samples that all ranks read of a stream, for the first step of an epoch
+    mark: int | None = None
 
 
 class Source(Protocol):

@@ -13,6 +13,7 @@ import numpy as np
 import torch.utils.data._utils.worker as torch_worker
 
 from echelon.data.cache import KeptStream
+from echelon.data.checksums import samples_checksum
 from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor
 from echelon.data.options import LoaderOptions
@@ -162,7 +163,7 @@ class StreamSource:
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         lengths_function(options.lengths)
-        self._options, self._bind = options, Binding(options, salt=0)
+        self._options, self._bind = options, Binding(options, salt=0, dataset=dataset)
         self._dataset = dataset
         self._kept = KeptStream(partial(iter, dataset)) if options.cache else None
         self._passes = Passes(self._open, options, salt=0, batch=options.global_batch)
@@ -183,7 +184,9 @@ class StreamSource:
                 items = items + reader.reservoir.again(extra, self._passes.key(request))
             own = items[self._options.own(len(items))]
             shown = own or reader.previous[self._options.own(len(reader.previous))] or reader.previous or items[:1]
-            return self._bind(shown, request.epoch, share=len(own), taken=taken)
+            piece = self._bind(shown, request.epoch, share=len(own), taken=taken)
+            is_first = request.step == 0 and self._options.world_size > 1
+            return piece._replace(mark=samples_checksum([item.sample for item in items])) if is_first else piece
 
     def _open(self, epoch: int) -> Iterable[Any]:
         announce(self._dataset, 0 if self._options.cache else epoch)
@@ -199,8 +202,8 @@ class StreamSource:
 class Binding:
     """Items into a piece."""
 
-    def __init__(self, options: LoaderOptions, *, salt: int) -> None:
-        self._seed, self._salt, self._collate = options.seed, salt, Collate(options)
+    def __init__(self, options: LoaderOptions, *, salt: int, dataset: Any = None) -> None:
+        self._seed, self._salt, self._collate = options.seed, salt, Collate(options, dataset)
         self._measured = options.lengths is not None
 
     def __call__(self, items: list[Item], epoch: int, *, share: int, taken: int) -> Piece:

@@ -15,6 +15,7 @@ from echelon.data.download.files import Fetcher, Stopped, explained
 from echelon.data.download.origin import Origin
 from echelon.data.download.progress import Progress
 from echelon.data.download.spec import WORKINGS, File
+from echelon.data.download.unpacking import ARCHIVE, unpack
 from echelon.errors import UsageError
 
 
@@ -69,7 +70,14 @@ class Downloader:
         files = wanted.files[self._share]
         progress = Progress(len(files), aloud)
         fetcher = Fetcher(self._out, wanted.access, wanted.spec.retries, progress.came, stop)
-        _in_threads(files, fetcher.fetch, progress, self._parallel or wanted.spec.parallel, stop)
+
+        def fetch(file: File) -> None:
+            fetcher.fetch(file)
+            if wanted.spec.unpack and file.name.endswith(ARCHIVE):
+                with explained(self._out):
+                    unpack(self._out, file.name)
+
+        _in_threads(files, fetch, progress, self._parallel or wanted.spec.parallel, stop)
         progress.end()
         return [file.name for file in files]
 

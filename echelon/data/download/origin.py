@@ -54,7 +54,9 @@ class Origin:
         if not listed:
             return Wanted(files_of(spec, self._folder), spec, access)
         text = _text(listed, access, LIST_BYTES, "file list", spec.retries)
-        return Wanted(files_listed(spec, text, listed, self._folder), spec, access)
+        meta = joined(base, spec.meta) if spec.meta else ""
+        further = _text(meta, access, LIST_BYTES, "file list", spec.retries) if meta else ""
+        return Wanted(files_listed(spec, text, further, listed, self._folder), spec, access)
 
     def _trusted(self, home: str) -> str:
         """Whom the token is for. A spec from afar does not choose: it is for whoever gave the spec."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from echelon.data.collate import one_line
+from echelon.data.download import fleet
 from echelon.data.download.source import WEB, is_remote, scheme_of, shown
 from echelon.errors import DataError, UsageError
 from echelon.strict import build, require, strict
@@ -24,6 +25,10 @@ MOST_FILES = 1_000_000
 #: The folder beside the data with what is not finished, and what is known to be.
 WORKINGS = ".echelon"
 HEX = {"md5": 32, "sha256": 64}
+
+_DIGITS = r"(?P<digits>[0-9a-fA-F]{32}|[0-9a-fA-F]{64})"
+_CHECKSUM_FIRST = re.compile(rf"{_DIGITS}[ \t]+\*?(?P<name>.+)")
+_NAME_FIRST = re.compile(rf"(?P<name>.+?)[ \t]+{_DIGITS}")  # as Fleet's filelist.txt has it
 
 T = TypeVar("T", bound="Entry | Spec")
 
@@ -52,7 +57,9 @@ class Spec:
 
     base:     where files lie that have no URL of their own; left out: where the spec, or its list, is
     files:    names, or entries with checksum, size or URL
-    list:     a file with lines as sha256sum or md5sum writes them, in place of ``files``
+    list:     a file with lines as sha256sum or md5sum writes them, or turned round, in place of ``files``
+    meta:     beside ``list``, a file with names of further files, one a line
+    unpack:   unpack what ends with .tar into the folder as well
     parallel: files on their way at once
     retries:  how often to try again after an attempt that brought nothing
     timeout:  seconds to wait for a server to say anything
@@ -61,6 +68,8 @@ class Spec:
     base: str | None = None
     files: tuple[str | Entry, ...] = ()
     list: str | None = None
+    meta: str | None = None
+    unpack: bool = False
     parallel: int = 8
     retries: int = 5
     timeout: float = 60.0
@@ -72,6 +81,12 @@ class Spec:
         if (self.list is None) == (not self.files):
             both = "both 'files' and 'list'; keep one" if self.files else "neither 'files' nor 'list': nothing to fetch"
             raise UsageError(f"the spec has {both}")
+        require(self.meta is None or self.list is not None, self, "meta", "None without 'list': name them in 'files'")
+
+    @staticmethod
+    def in_our_names(given: Mapping[Any, Any], label: str) -> Mapping[Any, Any]:
+        """Read the keys of Fleet's yaml too."""
+        return fleet.in_our_names(given, label)
 
 
 @dataclass(frozen=True)
@@ -106,22 +121,24 @@ def files_of(spec: Spec, folder: str) -> list[File]:
     return _checked((_file(entry, base, folder) for entry in entries), folder)
 
 
-def files_listed(spec: Spec, text: str, source: str, folder: str) -> list[File]:
-    """The files of ``list``, by lines of checksum and name."""
+def files_listed(spec: Spec, text: str, further: str, source: str, folder: str) -> list[File]:
+    """Return the files of ``list``, by lines of checksum and name, and those of ``meta``, by lines of names."""
     base = joined(folder, spec.base) if spec.base else folder_of(source)
-    return _checked((_file(entry, base, folder) for entry in _entries(text, shown(source))), folder)
+    names = (line.strip() for line in further.splitlines())
+    entries = (*_entries(text, shown(source)), *(Entry(name=name) for name in names if name))
+    return _checked((_file(entry, base, folder) for entry in entries), folder)
 
 
 def _entries(text: str, source: str) -> Iterable[Entry]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64})[ \t]+\*?(.+)", line.rstrip())
+        found = _CHECKSUM_FIRST.fullmatch(line.rstrip()) or _NAME_FIRST.fullmatch(line.rstrip())
         if found is None:
             raise DataError(
                 f"{source}, line {number}: expected 'checksum  name' as sha256sum writes it, got {line[:60]!r}"
             )
-        digits, name = found.groups()
+        digits, name = found["digits"], found["name"]
         name = name.removeprefix("./")  # as `find . | xargs sha256sum` has it
         yield Entry(name=name, sha256=digits) if len(digits) == HEX["sha256"] else Entry(name=name, md5=digits)
 

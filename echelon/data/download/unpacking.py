@@ -1,0 +1,45 @@
+"""Archives of a spec with ``unpack: true``: unpacked beside themselves, once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import tarfile
+from pathlib import Path
+
+from echelon.data.collate import one_line
+from echelon.data.download.spec import WORKINGS
+from echelon.errors import DataError
+
+ARCHIVE = ".tar"
+
+
+def unpack(folder: Path, name: str) -> None:
+    """Unpack one archive of ``folder`` into it, unless this version of it has been unpacked.
+
+    Several processes may call it at once. Nothing in an archive leads out of the folder: tarfile's "data" filter
+    refuses such names and links, devices, and programs that run as another user.
+    """
+    archive = folder / name
+    known = archive.stat()
+    version = f"{known.st_size} {known.st_mtime_ns}"
+    note = folder / WORKINGS / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.unpacked"
+    with note.open("a+") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        handle.seek(0)
+        if handle.read() == version:
+            return
+        handle.truncate(0)
+        _extract(archive, folder)
+        handle.write(version)
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    try:
+        with tarfile.open(archive) as opened:
+            members = opened.getmembers()
+            if any(Path(member.name).parts[:1] == (WORKINGS,) for member in members):
+                raise DataError(f"{archive} holds '{WORKINGS}', where downloads are kept count of; rename it there")
+            opened.extractall(folder, members, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise DataError(f"{archive} cannot be unpacked: {one_line(error)}; is it a whole tar file?") from None

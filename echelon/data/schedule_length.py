@@ -1,0 +1,48 @@
+"""The number of updates that a training will make, known before there is an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon import world as worlds
+from echelon.data.loader import Loader
+from echelon.data.order import per_replica
+from echelon.data.torch_loader import loader_request
+from echelon.errors import UsageError
+
+
+def steps(
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    global_batch: int | None = None,
+    epochs: int = 1,
+    gradient_merge: int = 1,
+    replicas: int | None = None,
+    **options: Any,
+) -> int:
+    """Return how many updates ``epochs`` epochs of ``data`` make, for a schedule that is made before ``distribute``.
+
+    data:           what ``engine.loader`` will be given, a torch DataLoader too; or the loader that it returned
+    batch_size:     samples for each replica; from a DataLoader by default
+    global_batch:   in its place, samples for all replicas together
+    gradient_merge: as in ``Strategy``
+    replicas:       copies of the model; all processes of the job by default. Fewer where several ranks make up a copy
+    options:        as for ``engine.loader``: ``uneven``, ``sampler``, ``drop_last``, ...
+    """
+    if epochs < 0 or gradient_merge < 1:
+        raise UsageError(f"steps(epochs={epochs}, gradient_merge={gradient_merge}): epochs from 0 and merges from 1")
+    if isinstance(data, Loader):
+        return epochs * len(data) // gradient_merge
+    asked = loader_request(data, batch_size, global_batch, options)
+    replicas = replicas or worlds.current().size
+    made = {**asked.options, "workers": 0, "rank": 0, "world_size": asked.options.get("world_size", replicas)}
+    if "batch_sampler" not in made:
+        made["batch_size"] = _size(asked.batch_size, asked.global_batch, replicas)
+    return epochs * len(Loader(asked.dataset, **made)) // gradient_merge
+
+
+def _size(batch_size: int | None, global_batch: int | None, replicas: int) -> int:
+    if (batch_size is None) == (global_batch is None):
+        raise UsageError("steps() takes either batch_size (for each replica) or global_batch (for all together)")
+    return batch_size if global_batch is None else per_replica(global_batch, replicas)  # type: ignore[return-value]
