@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Died, run_raw
 from torch import Tensor, nn
+from verifying import STEPS, recorded, verified
 
 import echelon
 from echelon import Strategy, pipeline, split, stage
 from echelon.annotation import collect
-from echelon.environment import VERIFY
 from echelon.parallel.layout import Layout, Part
 from echelon.plan import make_plan
 from echelon.slices import Slices
@@ -26,7 +23,7 @@ from echelon.verify.batches import describe, joined, read_batch, together, write
 from echelon.verify.drift import drifted, sums_of
 from echelon.verify.events import put_together
 from echelon.verify.expected import expected
-from echelon.verify.judge import Verdict, judge, reconsidered
+from echelon.verify.judge import judge, reconsidered
 from echelon.verify.measure import (
     Difference,
     gradient_differences,
@@ -35,12 +32,8 @@ from echelon.verify.measure import (
     weight_differences,
 )
 from echelon.verify.outputs import Outputs, output_difference
-from echelon.verify.question import Question
 from echelon.verify.show import as_json, conclusion, notes
 from echelon.verify.stillness import still, unrest
-from echelon.verify.wide import TOLERANCE
-
-STEPS = 2
 
 # ---- scripts ----
 
@@ -181,8 +174,9 @@ def late_by_rank() -> None:
 def loss_is_a_sum() -> None:
     model = Layers(middle())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    averaged = Strategy(reduction=echelon.Reduction(op="mean"))  # which a sum is not by itself
     engine = echelon.distribute(
-        model, optimizer=optimizer, loss=lambda out, y: F.cross_entropy(out, y, reduction="sum")
+        model, optimizer=optimizer, loss=lambda out, y: F.cross_entropy(out, y, reduction="sum"), strategy=averaged
     )
     for _ in range(STEPS):
         engine.step(torch.ones(4, 6), torch.ones(4, dtype=torch.long))
@@ -258,7 +252,7 @@ def adversaries(
     data = torch.randn(12 if strategy else 9, 6, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         for real in engine.loader(data, batch_size=3, uneven="join"):
-            count = len(real) if samples else None
+            count = len(real) if samples else 1.0  # without it the loss itself tells
             fake = nets.generator(torch.randn(len(real), 4))
             engine.backward(F.softplus(-nets.judge(F.dropout(real, noise))).mean())
             if penalty:
@@ -332,32 +326,6 @@ def strange_batch() -> None:
         model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, batch: out.sum()
     )
     engine.step({"x": torch.ones(2, 6), "note": object()})
-
-
-def script(question: str, body: Callable[[], None]) -> None:
-    os.environ[VERIFY] = question
-    echelon.init(seed=0)
-    body()
-
-
-def recorded(body: Callable[[], None], directory: Path, steps: int = STEPS, wide: bool = False) -> Question:
-    directory.mkdir(exist_ok=True)
-    question = Question(str(directory), "plan", steps, wide)
-    ends = run_raw(script, question.ask()[VERIFY], body, ranks=2)
-    assert ends == [Died(0)] * 2, ends
-    return question
-
-
-def verified(body: Callable[[], None], directory: Path, steps: int = STEPS, wide: bool = False) -> Verdict:
-    question = recorded(body, directory, steps, wide)
-    plan = question.answered("plan")
-    assert plan is not None
-    alone = dataclasses.replace(question, role="reference")
-    [end] = run_raw(script, alone.ask()[VERIFY], body, ranks=1)
-    assert end == Died(0), end
-    reference = alone.answered("reference")
-    assert reference is not None
-    return judge(plan, reference, TOLERANCE if wide else None)
 
 
 # ---- the same ----

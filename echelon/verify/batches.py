@@ -69,18 +69,18 @@ def read_batch(path: Path) -> Any:
     with safe_open(path, framework="pt") as stored:
         structure = json.loads(stored.metadata()[_STRUCTURE])
         tensors = {int(name): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
-    return _rebuilt(structure, tensors)
+    return rebuilt(structure, tensors)
 
 
-def _rebuilt(structure: Any, tensors: Mapping[int, Tensor]) -> Any:
+def rebuilt(structure: Any, tensors: Mapping[int, Tensor]) -> Any:
     kind, inner = structure
     if kind == "tensor":
         return tensors[inner]
     if kind == "dict":
-        return {key: _rebuilt(value, tensors) for key, value in inner.items()}
+        return {key: rebuilt(value, tensors) for key, value in inner.items()}
     if kind == "value":
         return inner
-    listed = [_rebuilt(value, tensors) for value in inner]
+    listed = [rebuilt(value, tensors) for value in inner]
     return listed if kind == "list" else tuple(listed)
 
 

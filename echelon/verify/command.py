@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json as json_module
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -17,11 +18,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from echelon.environment import LOG_DIR, PLAN, RECORD_DIR
 from echelon.errors import UsageError
 from echelon.launcher.job import Job
+from echelon.verify.asked import Asked, check_asked
 from echelon.verify.judge import Verdict, judge, reconsidered
 from echelon.verify.question import Question
 from echelon.verify.show import as_json, put_out
 from echelon.verify.wide import TOLERANCE
-from echelon.zoo.train.launcher import run_command
 
 #: Of one process: what tells a process that it is part of a job, or where its files are.
 _OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -34,25 +35,21 @@ OF_A_LOOP = (
 )
 
 
+#: The exit code of a comparison that says nothing.
+CANNOT_TELL = 3
+
+
+class Unclear(Exception):
+    """Why the two runs cannot be compared."""
+
+
 class Stopped(Exception):
     """By a signal, which has been told already."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The command, as it was written. words: options of ``echelon run``"""
-
-    script: str
-    args: tuple[str, ...]
-    module: bool
-    steps: int
-    tolerance: float | None
-    words: tuple[str, ...]
-
-
 def verify_words(asked: Asked, json: bool) -> int:
-    """0 when both come to the same, or to what the strategy lets expect; 1 when they differ."""
-    _check(asked)
+    """0 when both come to the same, or to what the strategy lets expect; 1 when they differ; 3: it cannot be told."""
+    check_asked(asked)
     room = tempfile.mkdtemp(prefix="echelon-verify-")
     asked = _of_the_zoo(asked, room)
     keep = False
@@ -60,6 +57,9 @@ def verify_words(asked: Asked, json: bool) -> int:
         verdict = _compared(asked, Question(room, "plan", asked.steps))
         if verdict.status == "differs" and verdict.parting and verdict.parting.step > 1:
             verdict = _reconsidered(asked, room, verdict)
+    except Unclear as doubt:
+        print(json_module.dumps({"status": "cannot tell", "doubts": [str(doubt)]}) if json else f"cannot tell: {doubt}")
+        return CANNOT_TELL
     except (SignalException, Stopped) as stop:
         return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
     except _Failed as error:
@@ -68,12 +68,16 @@ def verify_words(asked: Asked, json: bool) -> int:
     finally:
         _clear(room, keep)
     print(as_json(verdict)) if json else put_out(verdict)
-    return 1 if verdict.status == "differs" else 0
+    return {"differs": 1, "cannot tell": CANNOT_TELL}.get(verdict.status, 0)
 
 
 def _compared(asked: Asked, question: Question) -> Verdict:
     _run_ranks(asked, _job(asked, question.directory), question)
-    _run_alone(asked, replace(question, role="reference"))
+    alone = replace(question, role="reference")
+    _run_alone(asked, alone)
+    if alone.noted("passes") is not None:
+        _say("one process adds up other numbers of losses for an update: once more, in step with the ranks")
+        _run_alone(asked, replace(alone, passes=int(alone.noted("passes") or 0)))
     plan, reference = question.answered("plan"), question.answered("reference")
     assert plan is not None
     assert reference is not None
@@ -86,7 +90,7 @@ def _reconsidered(asked: Asked, room: str, verdict: Verdict) -> Verdict:
     _say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
     wide = Path(room, "wide")
     wide.mkdir()
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(UsageError, Unclear):
         return reconsidered(verdict, _compared(asked, Question(str(wide), "plan", asked.steps, wide=True)))
     return verdict
 
@@ -108,7 +112,7 @@ class _Failed(UsageError):
 
 def _of_the_zoo(asked: Asked, room: str) -> Asked:
     """``echelon verify train -- WORDS`` is what ``echelon train WORDS`` runs, writing nowhere that stays."""
-    if asked.script != "train" or asked.module or Path(asked.script).exists():
+    if not asked.is_of_the_zoo:
         return asked
     words = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
     given = any(word.partition("=")[0] == "--output_dir" for word in words)
@@ -116,19 +120,9 @@ def _of_the_zoo(asked: Asked, room: str) -> Asked:
     return replace(asked, script="echelon.zoo.train.run", args=(*words, *out), module=True)
 
 
-def _check(asked: Asked) -> None:
-    if Path(asked.script).is_dir() and not asked.module:
-        raise UsageError(f"'{asked.script}' is a directory; give a script")
-    if asked.steps < 1:
-        raise UsageError(f"--steps {asked.steps} compares nothing; give 1 or more")
-    if asked.tolerance is not None and not asked.tolerance > 0:
-        raise UsageError(
-            f"--tolerance {asked.tolerance:g} allows no rounding at all; give a number above 0, such as 1e-5"
-        )
-
-
 def _job(asked: Asked, room: str) -> Job:
     from echelon.cli import checked_job
+    from echelon.cli.app import run_command
 
     logs = ["--log-dir", str(Path(room, "log")), "--max-restarts", "0"]
     words = [*asked.words, *logs, *(["-m"] if asked.module else []), asked.script, *asked.args]
@@ -160,9 +154,12 @@ def check_answer(asked: Asked, question: Question, code: int, where: str) -> Non
     """One line for a run that has left no answer."""
     if (refused := question.noted("refused")) is not None:
         raise UsageError(f"verify {asked.script}: {refused}")
+    if (doubt := question.noted("unclear")) is not None:
+        raise Unclear(doubt)
     if code >= 128:
         raise Stopped(code)
-    if question.answered(question.role) is not None and code == 0:
+    asks_again = question.noted("passes") is not None and not question.passes
+    if (asks_again or question.answered(question.role) is not None) and code == 0:
         return
     if code:
         told = (question.answered("plan") or {}) if question.role == "reference" else {}

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from echelon.data import Loader
 from echelon.engine import Engine
+from echelon.objective import as_batch, count_samples
+from echelon.outputs import first_rows
 from echelon.parallel.layout import Part
 from echelon.parallel.tally import StagedTally, Tally
 from echelon.parallel.whole import put_together, whole_state
@@ -26,31 +28,38 @@ class Witnessed(Engine):
     """What the witness may ask, and where it comes in."""
 
     witness: Witness
+    weighed = False  #: whether the script said ``samples=`` in the step at hand
     _samples: float | None = None  # that ``backward`` was given for the update to come
 
     # ---- where the witness comes in ----
 
-    def step(self, *batch: Any, samples: float | None = None, **named: Any) -> Tensor:
+    def step(self, *batch: Any, samples: float | None = None, outputs: bool = False, **named: Any) -> Tensor:
+        self.weighed = samples is not None
         if self.witness.question.wide:
             batch, named = widened(batch), widened(named)
-        return super().step(*batch, samples=samples, **named)
+        loss = super().step(*batch, samples=samples, outputs=outputs, **named)
+        if outputs:  # the one process was given the batches of all ranks, and its script has one
+            self.output = first_rows(self.output, count_samples(as_batch(batch, named, self.world.device)))
+        return loss
 
-    def _pass(self, inputs: Any, count: float) -> Tally | StagedTally:
-        inputs, count = self.witness.batch(self, inputs, count)
+    def _pass(self, inputs: Any, rows: float, samples: float | None = None) -> Tally | StagedTally:
+        inputs, count = self.witness.batch(self, inputs, rows if samples is None else samples)
         staged = self._assembled().staged is not None
-        with self.witness.listening() if staged else contextlib.nullcontext():  # else around the forward alone
-            tally = super()._pass(inputs, count)
-        self.witness.loss(self, tally.loss, count)
+        with self.witness.listening(self) if staged else contextlib.nullcontext():  # else around the forward alone
+            tally = super()._pass(inputs, count, None if samples is None else count)
+        self.witness.loss(self, tally, count)
         return tally
 
     def _loss(self, inputs: Any) -> Tensor:
-        with self.witness.listening():
+        with self.witness.listening(self):
             return self.forward(inputs)
 
     def forward(self, inputs: Any) -> Tensor:
         """The loss of a batch, or of pieces in place of one."""
         if not isinstance(inputs, Pieces):
             return super()._loss(inputs)
+        if len(inputs.pieces) == 1 and inputs.pieces[0].weight == 1.0:
+            return super()._loss(inputs.pieces[0].batch)  # as it is: what it averages over is read from its graph
         losses = [super(Witnessed, self)._loss(piece.batch) * piece.weight for piece in inputs.pieces]
         return torch.stack(losses).sum()
 
@@ -59,23 +68,25 @@ class Witnessed(Engine):
         super().backward(self.witness.backward(self, loss), samples)
 
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
-        self.witness.update(self, optimizer, self._samples if samples is None else samples)
+        told = self._samples if samples is None else samples
+        self.witness.update(self, optimizer, float(self._passes.own_counts.known.count) if told is None else told)
         super().update(optimizer, samples)
         self._samples = None
 
-    def loader(self, dataset: Any, **options: Any) -> Loader:
-        return self.witness.loader(super().loader(dataset, **options))
+    def loader(self, dataset: Any, *sizes: Any, **options: Any) -> Loader:
+        return self.witness.loader(self, super().loader(dataset, *sizes, **options))
 
-    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor) -> None:
         if self.witness.gradients(self, list(optimizers)):
-            super()._update_weights(optimizers)
+            super()._update_weights(optimizers, loss)
 
     def _rate_factor(self, step: int) -> float:
         return self.witness.rate(step, super()._rate_factor(step))
 
-    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally | StagedTally) -> None:
-        super()._apply(optimizers, tally)
+    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally | StagedTally) -> Tensor:
+        loss = super()._apply(optimizers, tally)
         self.witness.applied(self)
+        return loss
 
     # ---- what it leaves undone ----
 
@@ -98,6 +109,12 @@ class Witnessed(Engine):
     def counts_outputs(self) -> bool:
         """Whether no other rank computes the same for the same samples."""
         return self.plan.spread or self._grid.at["split"] == 0
+
+    @property
+    def shows_draws(self) -> bool:
+        """Return True if random numbers of a forward can be seen: not in compiled code, and not stage by stage."""
+        fast = self.plan.fast
+        return self._assembled().staged is None and not (fast.compiled or fast.graphs)
 
     @property
     def steps_alone(self) -> bool:

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from echelon.data import Loader
+from echelon.data.source import Piece
+from echelon.verify.samples import SampleReader, SampleWriter
 from echelon.verify.wide import widened
 from echelon.watch.activity import activity
 
@@ -27,39 +29,69 @@ _MADE = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", 
          "multinomial", "poisson")  # fmt: skip
 FILLED = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 #: They draw, and put out what their input makes of it: no tensor to take down and hand out again.
-_STRAY = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
+_STRAY = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu",
+          "gumbel_softmax")  # fmt: skip
 
 
-class Follower(Protocol):
-    """Told of everything that comes in; what it returns is what the loop gets.
+class DrawFollower(Protocol):
+    """Told of random tensors; what it returns is what the caller gets.
 
     quiet: a loader is at work, whose batches are followed and not what it draws
     """
 
     quiet: bool
 
-    def batches(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
-
     def drawn(self, own: Tensor, name: str) -> Tensor: ...
 
     def strayed(self, name: str) -> None: ...
 
 
+class Follower(DrawFollower, Protocol):
+    """Told of everything that comes in; what it returns is what the loop gets."""
+
+    def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]: ...
+
+
 _PLAIN = DataLoader.__iter__
 
 
-class Intake(TorchFunctionMode):
+class Draws(TorchFunctionMode):
+    """While it is open, random tensors go through the follower."""
+
+    def __init__(self, follower: DrawFollower) -> None:
+        super().__init__()
+        self._draws = follower
+
+    @property
+    def is_off(self) -> bool:
+        """Return True where nothing is to be followed; in a graph that is being compiled nothing can be."""
+        return self._draws.quiet or torch.compiler.is_compiling()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if self.is_off:
+            return found
+        if name in _STRAY and _drops(name, tuple(args), kwargs or {}):
+            self._draws.strayed(name)
+        elif name in _MADE or name in FILLED:
+            return self._draws.drawn(found, name)
+        return found
+
+
+class Intake(Draws):
     """While it is open, random tensors made outside of the engine's own calls go through the follower, and so do
     batches of torch's data loaders."""
 
     def __init__(self, follower: Follower, wide: bool) -> None:
-        super().__init__()
-        self._follower = follower
+        super().__init__(follower)
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
             if activity.call or follower.quiet:
                 return _PLAIN(loader)
-            return widened_each(follower.batches(lambda: _PLAIN(loader)), wide)
+            return widened_each(follower.batches(lambda: _PLAIN(loader), loader), wide)
 
         self._iterate = iterate
 
@@ -72,22 +104,15 @@ class Intake(TorchFunctionMode):
         DataLoader.__iter__ = _PLAIN  # type: ignore[method-assign]
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if activity.call or self._follower.quiet:
-            return found
-        if name in _STRAY and _drops(name, tuple(args), kwargs or {}):
-            self._follower.strayed(name)
-        elif name in _MADE or name in FILLED:
-            return self._follower.drawn(found, name)
-        return found
+    @property
+    def is_off(self) -> bool:
+        return bool(activity.call) or super().is_off
 
 
 def _drops(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Whether a call of such a function, or of the native one below it, draws at all."""
+    if name == "gumbel_softmax":
+        return True
     part = named.get("p", args[1] if len(args) > 1 else 0.5)
     training = named.get("training", args[2] if len(args) > 2 else True)
     return bool(training) and (name == "rrelu" or bool(part))
@@ -98,19 +123,29 @@ def widened_each(batches: Iterator[Any], wide: bool) -> Iterator[Any]:
 
 
 class Followed(Loader):
-    """A loader whose batches go through the follower: another class for the same object."""
+    """A loader whose batches go through the follower: another class for the same object.
+
+    share: samples of the batch at hand that count
+    """
 
     follower: Follower
     wide: bool
+    samples: SampleWriter | SampleReader
+    share = 0
 
     def __iter__(self) -> Iterator[Any]:
-        return widened_each(self.follower.batches(super().__iter__), self.wide)
+        return widened_each(self.follower.batches(super().__iter__, self), self.wide)
+
+    def _account(self, piece: Piece) -> None:
+        super()._account(piece)
+        self.share = piece.share
 
 
-def follow(loader: Loader, follower: Follower, wide: bool) -> Loader:
+def follow(loader: Loader, follower: Follower, wide: bool, samples: SampleWriter | SampleReader) -> Loader:
+    loader.stop_workers()
     loader.__class__ = Followed
     assert isinstance(loader, Followed)
-    loader.follower, loader.wide = follower, wide
+    loader.follower, loader.wide, loader.samples = follower, wide, samples
     return loader
 
 
@@ -132,9 +167,22 @@ def put_together(
         return first  # a generator with the same seed everywhere
     if len(drawn) == 1:
         return None
-    if not first.dim() or any(one.shape[1:] != first.shape[1:] or one.dtype != first.dtype for one in drawn):
+    if not first.dim() or any(one.dtype != first.dtype or one.dim() != first.dim() for one in drawn):
+        return None
+    if not order and (whole := _along_one_dimension(drawn, own)) is not None:
+        return whole
+    if any(one.shape[1:] != first.shape[1:] for one in drawn):
         return None
     before = itertools.accumulate((len(one) for one in drawn), initial=0)
     whole = torch.cat([one + start if order else one for one, start in zip(drawn, before, strict=False)])
     a_row_each = all(count in (None, len(one)) for one, count in zip(drawn, rows, strict=True))
     return whole if whole.shape == own.shape or a_row_each else None
+
+
+def _along_one_dimension(drawn: Sequence[Tensor], own: Tensor) -> Tensor | None:
+    """Return the draws side by side in the shape of ``own``: samples need not come first."""
+    for at in range(drawn[0].dim()):
+        rest = {(*one.shape[:at], *one.shape[at + 1 :]) for one in drawn}
+        if len(rest) == 1 and (whole := torch.cat(list(drawn), at)).shape == own.shape:
+            return whole
+    return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from echelon.plan import Plan
-from echelon.plan.make import batch_norm_names
+from echelon.plan.batch_norms import batch_norm_names
 
 #: What two sums of the same 32-bit numbers in another order differ by, with some room for what grows in some steps.
 TOLERANCE = 1e-4

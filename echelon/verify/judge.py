@@ -7,15 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from echelon.verify.causes import likely_cause
 from echelon.verify.expected import LOOSER, TOLERANCE, Expected
 from echelon.verify.measure import Difference, relative
 from echelon.verify.outputs import output_difference
 
+Status = Literal["same", "expected", "differs", "cannot tell"]
 What = Literal["outputs", "loss", "gradients", "replicas", "weights", "moves"]
 
 #: An update that is off by more than this part of all that training has changed is another one, however small it is
 #: beside the weights. Rounding is far below, but for what trust ratios of LAMB make of gradients that are zero.
 ASTRAY = 0.25
+#: Why agreeing with one process says little there.
+ALIKE = (
+    "all replicas were given the same samples in every step, and so was one process, once for each; let each rank have "
+    "its own: take engine.loader(), or a sampler that goes by the rank"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the runs part first. where: a module or a parameter, "" for the loss; kind: the module's class"""
+    """Where the runs part first. where: a module or a parameter, "" for the loss; kind: the module's class; cause: what
+    is likely to be behind it, from the losses of the replicas"""
 
     step: int
     what: What
@@ -50,6 +58,7 @@ class Parting:
     kind: str
     difference: float
     hint: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """status: "same", "expected" (not the same, and the strategy explains it) or "differs"
+    """status: "same", "expected" (not the same, and the strategy explains it), "differs" or "cannot tell"
+    doubts:   why it cannot be told
     compared: how many of how many modules put out something that adds up over ranks, and was compared
     passes:   in how many one process took a global batch, and why
     stray:    what drew random numbers in a loop of its own that could not be followed
@@ -79,7 +89,7 @@ class Verdict:
     wide:     the steps once more in 64 bits, where the runs parted in 32 and are the same there
     """
 
-    status: Literal["same", "expected", "differs"]
+    status: Status
     rows: tuple[Row, ...]
     parting: Parting | None
     expected: tuple[Expected, ...]
@@ -97,6 +107,7 @@ class Verdict:
     stray: tuple[str, ...] = ()
     unseen: bool = False
     alike: bool = False
+    doubts: tuple[str, ...] = ()
 
 
 def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
@@ -108,10 +119,13 @@ def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: floa
     exact = Limits(base, base, LOOSER * base, LOOSER * base, moves)
     case = _Case(plan, reference)
     parting = case.parting(exact)
-    status: Literal["same", "expected", "differs"] = "same" if parting is None else "differs"
+    status: Status = "same" if parting is None else "differs"
     if parting is not None and tolerance is None and reasons:
         beyond = case.parting(_widened(exact, reasons))
         status, parting = ("expected", parting) if beyond is None else ("differs", beyond)
+    doubts = _doubts(plan, reference)
+    if doubts and (parting is None or (reference.get("doubts") and parting.what != "outputs")):
+        status = "cannot tell"
     return Verdict(
         status=status,
         rows=tuple(case.rows()),
@@ -130,7 +144,14 @@ def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: floa
         stray=tuple(sorted({*plan.get("stray", ()), *reference.get("stray", ())})),
         alike=bool(reference.get("alike")),
         unseen=bool(plan.get("own_loop")) and not plan["events"],
+        doubts=doubts,
     )
+
+
+def _doubts(plan: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return why runs whose numbers agree need not be the same."""
+    alike = (ALIKE,) if reference.get("alike") else ()
+    return (*reference.get("doubts", ()), *alike, *plan.get("doubts", ()))
 
 
 def _why(plan: Mapping[str, Any]) -> str:
@@ -178,7 +199,15 @@ class _Case:
             yield Row(at + 1, mine["loss"], one["loss"], far, gradient, weight, mine.get("optimizer", ""))
 
     def parting(self, limits: Limits) -> Parting | None:
-        """The first thing beyond them, in the order in which a step computes it."""
+        """The first thing beyond them, in the order in which a step computes it, with its likely cause."""
+        found = self._parting(limits)
+        if found is None:
+            return None
+        mine, one = list(self._steps())[found.step - 1]
+        noisy = bool(self._reference["unrest"] or self._plan.get("stray") or self._reference.get("stray"))
+        return replace(found, cause=likely_cause(mine, one, self._plan["replicas"], noisy=noisy))
+
+    def _parting(self, limits: Limits) -> Parting | None:
         for name, far in self.outputs.items():
             if not far <= limits.outputs:  # nor is what is no number
                 return Parting(1, "outputs", name, self._kind(name), far)
@@ -191,7 +220,7 @@ class _Case:
     def _in_step(self, at: int, mine: Mapping[str, Any], one: Mapping[str, Any], limits: Limits) -> Parting | None:
         far = relative(mine["loss"], one["loss"])
         if not far <= (limits.first_loss if at == 0 else limits.loss):
-            return Parting(at + 1, "loss", "", "", far, self._about_loss(mine, one["loss"]))
+            return Parting(at + 1, "loss", "", "", far, _about_loss(mine))
         return (
             self._beyond(at, "gradients", one["gradients"], limits.gradients)
             or self._drifted(at, mine.get("drift"))
@@ -215,15 +244,6 @@ class _Case:
         hint = f"rank {other} has other values there than rank {one}"
         return Parting(at + 1, "replicas", name, self._kind(name.rpartition(".")[0]), far, hint)
 
-    def _about_loss(self, step: Mapping[str, Any], reference: float) -> str:
-        replicas, mine = self._plan["replicas"], step["loss"]
-        if _ragged(step) and len({count for _, count in step["shares"]}) == 1:
-            return "the replicas' batches have different lengths, and count alike: give engine.update(samples=len(x))"
-        times = reference / mine if mine else 0.0
-        if replicas > 1 and abs(times - replicas) < 1e-3 * replicas:
-            return f"one process's is {replicas} times as large, as there are {replicas} replicas: a sum, not a mean?"
-        return ""
-
     def _at(self, parameter: str) -> int:
         """When the module that has it is done."""
         name = parameter
@@ -238,6 +258,12 @@ class _Case:
 
     def _steps(self) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         return zip(self._plan["steps"], self._reference["steps"], strict=True)
+
+
+def _about_loss(step: Mapping[str, Any]) -> str:
+    if _ragged(step) and len({count for _, count in step["shares"]}) == 1:
+        return "the replicas' batches have different lengths, and count alike: give engine.update(samples=len(x))"
+    return ""
 
 
 def _ragged(step: Mapping[str, Any]) -> bool:

@@ -35,9 +35,9 @@ class Outputs:
             for hook in hooks:
                 hook.remove()
 
-    def found(self) -> dict[str, Sums]:
-        """By module."""
-        kept = {name: sums.tolist() for name, sums in self._sums.items()}
+    def found(self, rounds: int = 1) -> dict[str, Sums]:
+        """By module. rounds: how often it has seen the same batches"""
+        kept = {name: (sums / rounds).tolist() for name, sums in self._sums.items()}
         return {name: (count, total, squares) for name, (count, total, squares) in kept.items()}
 
     def _hook(self, name: str) -> Any:

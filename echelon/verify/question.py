@@ -21,12 +21,14 @@ class Question:
     role:  "plan": train as the script says and write it down; "reference": one process, to be compared with that
     steps: updates after which it ends
     wide:  compute in 64 bits, so that what is left between the two runs is no rounding
+    passes: of one process for an update in a loop of its own, once they are known not to be as many as on the ranks
     """
 
     directory: str
     role: Role
     steps: int
     wide: bool = False
+    passes: int = 0
 
     def file(self, name: str) -> Path:
         return Path(self.directory, name)
@@ -51,6 +53,11 @@ class Question:
     def noted(self, what: str) -> str | None:
         path = self.file(f"{self.role}-{what}")
         return path.read_text(encoding="utf-8") if path.exists() else None
+
+    def give_up(self, text: str) -> NoReturn:
+        """End with the verdict that it cannot be told."""
+        self.note("unclear", text)
+        leave()
 
     def refuse(self, text: str) -> NoReturn:
         """What cannot be verified is the command's one line, and not a rank's failure."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,20 @@ from torch import Tensor
 from echelon.data import Loader
 from echelon.errors import DataError
 from echelon.nn.moe import MoE
-from echelon.plan.make import batch_norm_names
+from echelon.parallel.tally import StagedTally, Tally
+from echelon.plan.batch_norms import batch_norm_names
 from echelon.verify.batches import describe, write_batch
+from echelon.verify.dealing import ALL_OF_IT
+from echelon.verify.denominators import denominators
 from echelon.verify.drift import drifted
-from echelon.verify.events import Intake, follow
+from echelon.verify.events import Draws, Intake, follow
 from echelon.verify.expected import expected
 from echelon.verify.follow import Listener
+from echelon.verify.noise import DrawWriter, write_draws
 from echelon.verify.outputs import Outputs, added_up
 from echelon.verify.question import Question, leave
-from echelon.verify.witness import INITIAL, Witness, gathered, mean_loss
+from echelon.verify.samples import SampleWriter
+from echelon.verify.witness import INITIAL, Witness, gathered, mean_loss, share
 
 if TYPE_CHECKING:
     from echelon.verify.engine import Witnessed
@@ -37,7 +43,7 @@ class Recorder(Witness):
 
     def __init__(self, question: Question, silenced: list[str]) -> None:
         self.question, self._silenced = question, silenced
-        self._calls: list[list[list[float]]] = []  # for each pass, which replica counted for how much
+        self._calls: list[list[list[float]]] = []  # for each pass: replica, its samples, whether the script said so
         self._losses: list[list[float]] = []  # of the passes of the update at hand: loss and samples
         self._steps: list[dict[str, Any]] = []
         self._rates: dict[str, float] = {}
@@ -48,6 +54,11 @@ class Recorder(Witness):
         self._listening = contextlib.ExitStack()  # to a loop of its own, from the beginning to the first update
         self._intake: Intake | None = None
         self._own_loop, self._added, self._updated = False, 0.0, ""
+        self._marks: list[int] = []  # of each pass of a loop of its own: events before it
+        self._updated_at: list[int] = []  # of each update of one: passes before it
+        self._loaders, self._draws = 0, DrawWriter()
+        self._counts: dict[str, float] = {}  # of the batch at hand: what its loss may average over
+        self._passes: list[list[dict[str, Any]]] = []  # of the update at hand: of each pass, the replicas' shares
         self._shares: list[list[float]] = []  # of the replicas: rows of the last batch, and samples they count for
 
     # ---- a loop of its own ----
@@ -60,8 +71,10 @@ class Recorder(Witness):
             self._intake = Intake(self._loop, self.question.wide)
             self._intake.open()
 
-    def loader(self, loader: Loader) -> Loader:
-        return follow(loader, self._loop, self.question.wide)
+    def loader(self, engine: Witnessed, loader: Loader) -> Loader:
+        self._loaders += 1
+        samples = SampleWriter(self.question, self._loaders, engine.replica)
+        return follow(loader, self._loop, self.question.wide, samples)
 
     def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
         if self._calls:
@@ -69,17 +82,20 @@ class Recorder(Witness):
         self._own_loop = True
         self._loop.write(engine.replica if engine.speaks else None)
         self._added += float(loss.detach())
+        self._marks.append(len(self._loop.kinds))
         return loss
 
     def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
-        own = [self._added, 1.0 if samples is None else samples, self._loop.rows]
+        own = [self._added, 1.0 if samples is None else samples, self._loop.rows, self._loop.counts]
         known = [one for one in gathered(engine, own if engine.speaks else None) if one]
+        self._passes = [[share(loss, count, counts) for loss, count, _, counts in known]]
         if engine.plan.reduce_op == "sum":
-            known = [[sum(loss for loss, _, _ in known), 1.0, None]]
+            known = [[sum(loss for loss, *_ in known), 1.0, None, {}]]
         self._losses = [mean_loss([one[:2] for one in known])]
         self._updated = "" if optimizer is None or len(engine.optimizers) == 1 else optimizer
-        self._shares = [[rows, count] for _, count, rows in known]
+        self._shares = [[rows, count] for _, count, rows, _ in known]
         self._added = 0.0
+        self._updated_at.append(len(self._marks))
         self._listening.close()
         if self._outputs is not None:
             self._found, self._outputs = added_up(gathered(engine, self._outputs.found())), None
@@ -107,15 +123,29 @@ class Recorder(Witness):
         at, mine = len(self._calls), engine.replica
         if engine.speaks and count:
             write_batch(self.question.file(f"batch-{at}-{mine}.safetensors"), inputs)
-        self._calls.append(sorted(one for one in gathered(engine, [mine, count] if engine.speaks else None) if one))
+        self._counts = denominators(inputs)
+        own = [mine, count, engine.weighed] if engine.speaks else None
+        self._calls.append(sorted(one for one in gathered(engine, own) if one))
         return inputs, count
 
-    def listening(self) -> AbstractContextManager[None]:
-        return self._outputs.listening() if self._outputs else contextlib.nullcontext()
+    def listening(self, engine: Witnessed) -> AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        if self._outputs is not None:
+            stack.enter_context(self._outputs.listening())
+        if engine.shows_draws:
+            stack.enter_context(Draws(self._draws))
+        return stack
 
-    def loss(self, engine: Witnessed, loss: Tensor, count: float) -> None:
-        own = [float(loss), count if engine.speaks else 0.0]
-        known = gathered(engine, own) if engine.steps_alone else [[own[0], sum(c for _, c in self._calls[-1])]]
+    def loss(self, engine: Witnessed, tally: Tally | StagedTally, count: float) -> None:
+        draws = self._draws.take()
+        if engine.speaks and count:
+            write_draws(self.question, len(self._calls) - 1, engine.replica, draws)
+        own = [float(tally.loss), count if engine.speaks else 0.0]
+        counted = count if isinstance(tally, StagedTally) else float(tally.count)
+        mine = [engine.replica, share(float(tally.local), counted, self._counts)] if engine.speaks and count else None
+        shares = dict(each for each in gathered(engine, mine) if each)
+        self._passes.append([shares[replica] for replica in sorted(shares)])
+        known = gathered(engine, own) if engine.steps_alone else [[own[0], sum(c for _, c, _ in self._calls[-1])]]
         self._losses.append(mean_loss(known))
         if self._outputs is not None:
             self._found = added_up(gathered(engine, self._outputs.found()))
@@ -135,8 +165,9 @@ class Recorder(Witness):
     def applied(self, engine: Witnessed) -> None:
         self._store(engine, f"weights-{len(self._steps)}.safetensors", engine.whole_weights())
         told = {"optimizer": self._updated, "shares": self._shares, "drift": self._drift(engine)}
+        told |= {"passes": self._passes}
         self._steps.append({"loss": mean_loss(self._losses)[0], **told})
-        self._losses = []
+        self._losses, self._passes = [], []
         if engine.world.rank == 0:
             self.question.note("steps", len(self._steps))
         if len(self._steps) == self.question.steps:
@@ -152,6 +183,12 @@ class Recorder(Witness):
         if engine.world.rank == 0:
             save_file({key: value.contiguous().clone() for key, value in tensors.items()}, self.question.file(name))
 
+    def _reads_all(self, engine: Witnessed) -> bool:
+        """Return True if every replica goes through one and the same data set. All ranks call it."""
+        own = self._loop.read_whole[0] if self._loop.read_whole else None
+        read = dict(gathered(engine, [engine.replica, own]))
+        return len(read) > 1 and None not in read.values() and len(set(read.values())) == 1
+
     def _end(self, engine: Witnessed) -> None:
         plan, model = engine.plan, engine.model
         looks_around = bool(batch_norm_names(model)) or any(isinstance(module, MoE) for module in model.modules())
@@ -161,15 +198,19 @@ class Recorder(Witness):
             "rates": self._rates,
             "options": [self._options.get(at, []) for at in range(len(self._steps))],
             "outputs": self._found,
+            "doubts": [ALL_OF_IT] if self._reads_all(engine) else [],
             "silenced": self._silenced,
             "expected": [dataclasses.asdict(one) for one in expected(plan, model, len(self._steps))],
             "mesh": plan.mesh,
             "ranks": plan.ranks,
             "replicas": plan.replicas,
+            "gradient_merge": plan.gradient_merge,
             "apart": plan.reduce_op == "sum",
             "own_loop": self._own_loop,
             "events": self._loop.kinds,
-            "stray": sorted(self._loop.stray),
+            "marks": self._marks,
+            "passes": [now - before for before, now in itertools.pairwise([0, *self._updated_at])],
+            "stray": sorted(self._loop.stray | self._draws.stray),
             "micro": plan.pipeline.micro_batches if plan.pipeline and looks_around else 1,
         }
         if engine.world.rank == 0:

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from echelon.annotation import Marks
 from echelon.data import Loader
+from echelon.parallel.tally import StagedTally, Tally
 from echelon.slices import Slices
 from echelon.strategy import Strategy
 from echelon.terms import Terms
-from echelon.verify.batches import Pieces, alike, on_device, read_batch, together
-from echelon.verify.events import Intake, follow
+from echelon.verify.accumulation import Accumulation, find_accumulation
+from echelon.verify.batches import Piece, Pieces, alike, on_device, read_batch, together
+from echelon.verify.denominators import denominators
+from echelon.verify.events import Draws, Intake, follow
 from echelon.verify.expected import LOOSER, TOLERANCE
-from echelon.verify.follow import Repeater
+from echelon.verify.follow import APART, Gatherer, Repeater, whole_batch
 from echelon.verify.measure import (
     gradient_differences,
     mostly,
@@ -27,14 +30,18 @@ from echelon.verify.measure import (
     rounding,
     weight_differences,
 )
+from echelon.verify.noise import Draw, DrawReader, read_draws
 from echelon.verify.outputs import Outputs
 from echelon.verify.question import Question, leave
+from echelon.verify.samples import SampleReader
 from echelon.verify.stillness import unrest
-from echelon.verify.witness import INITIAL, Witness, mean_loss
+from echelon.verify.witness import INITIAL, Witness, mean_loss, share
 
 if TYPE_CHECKING:
     from echelon.verify.engine import Witnessed
 
+#: What to do where one process cannot follow the ranks' passes.
+ACCUMULATES = "let both be the same, or the first a multiple of the second with the same draws and batches in each pass"
 #: What marks and clusters come to in one process: nothing.
 UNMARKED, ALONE = Marks(units={}, splits={}, replicates=(), pipeline=None, default=None), Slices()
 
@@ -61,11 +68,23 @@ class Replayer(Witness):
         self._loop: Repeater | None = None
         self._listening = contextlib.ExitStack()
         self._added = 0.0
+        self._gatherer, self._loaders = Gatherer(), 0
+        self._passes = 0  # of the update at hand, in a loop of its own
+        self._accumulation: Accumulation | None = None
+        self._draws: list[list[Draw]] = []  # of the replicas, in the pass at hand
+        self._stray: set[str] = set()
+        self._shares: list[dict[str, Any]] = []  # of the passes of the update at hand
+        self._counts: dict[str, float] = {}  # of the global batch: what its loss may average over
+        self._doubts: dict[str, None] = {}  # why the ranks' numbers cannot be told to be those of one process
 
     def terms(self, asked: Terms) -> Terms:
-        """Of a strategy, what one process with the global batch would do as well."""
-        shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "gradient_merge", "clip")}
-        own = Strategy(**shared, amp=False, fast=False)
+        """Of a strategy, what one process with the global batch would do as well. Passes of an update are as many as
+        on the ranks: a script may divide them by their number."""
+        shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "clip")}
+        merged = self._told["gradient_merge"]
+        if merged != asked.strategy.gradient_merge:
+            self._options = f"gradient_merge is {merged} on the ranks, {asked.strategy.gradient_merge} in one"
+        own = Strategy(**shared, gradient_merge=merged, amp=False, fast=False)
         return Terms(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
 
     # ---- a loop of its own ----
@@ -74,37 +93,81 @@ class Replayer(Witness):
         if not self._told["own_loop"]:
             return
         self._begin(engine)
-        self._loop = Repeater(self.question, self._told["events"], self._told["replicas"], engine.world.device)
-        self._listening.enter_context(self.listening())
+        self._accumulation = self._find_accumulation()
+        order = self._accumulation.event if self._accumulation is not None else None
+        told = self._told["events"], self._told["replicas"]
+        self._loop = Repeater(self.question, *told, engine.world.device, order)
+        self._listening.enter_context(self.listening(engine))
         Intake(self._loop, self.question.wide).open()
 
-    def loader(self, loader: Loader) -> Loader:
-        return loader if self._loop is None else follow(loader, self._loop, self.question.wide)
+    def loader(self, engine: Witnessed, loader: Loader) -> Loader:
+        self._loaders += 1
+        samples = SampleReader(self.question, loader, self._loaders, self._told["replicas"], engine.world.device)
+        return follow(loader, self._loop or self._gatherer, self.question.wide, samples)
 
     def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
         loss = loss * self._told["replicas"] if self._told["apart"] else loss
         self._added += float(loss.detach())
+        self._passes += 1
         return loss
 
     def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
-        self._losses, self._added = [[self._added, 1.0]], 0.0
+        self._check_passes()
+        self._losses, self._shares, self._added = [[self._added, 1.0]], [share(self._added, 1.0, {})], 0.0
         self._listening.close()
         if self._outputs is not None:
-            self._found, self._outputs = dict(self._outputs.found()), None
+            rounds = 1 if self._accumulation is None else self._accumulation.rounds
+            self._found, self._outputs = dict(self._outputs.found(rounds)), None
+
+    def _check_passes(self) -> None:
+        """Where the first update takes other passes than on the ranks, ask for a run that knows how many."""
+        ranks, own, self._passes = self._told["passes"][len(self._steps)], self._passes, 0
+        if own == (self.question.passes or ranks):
+            return
+        if not self._steps and not self.question.passes:
+            self.question.note("passes", own)
+            leave()
+        self.question.give_up(f"an update adds up {own} losses in one process and {ranks} on the ranks; {ACCUMULATES}")
+
+    def _find_accumulation(self) -> Accumulation | None:
+        own = self.question.passes
+        if not own:
+            return None
+        found = find_accumulation(own, self._told["passes"], self._told["marks"])
+        if found is None:
+            ranks = self._told["passes"][0]
+            self.question.give_up(
+                f"an update adds up {own} losses in one process and {ranks} on the ranks; {ACCUMULATES}"
+            )
+        self._options = f"an update adds up {found.ranks} losses on the ranks, {found.own} in one"
+        return found
 
     # ---- engine.step ----
 
     def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
         if not self._calls:
             self._begin(engine)
-        counted = [(int(replica), samples) for replica, samples in self._told["calls"][self._calls] if samples]
-        paths = [self.question.file(f"batch-{self._calls}-{replica}.safetensors") for replica, _ in counted]
+        counted = [(int(replica), *told) for replica, *told in self._told["calls"][self._calls] if told[0]]
+        paths = [self.question.file(f"batch-{self._calls}-{replica}.safetensors") for replica, *_ in counted]
         batches = [on_device(read_batch(path), engine.world.device) for path in paths]
         self._alike = self._alike and alike(batches)
-        counts = [samples for _, samples in counted]
+        counts, device = [samples for _, samples, _ in counted], engine.world.device
+        self._draws = [read_draws(self.question, self._calls, replica, device) for replica, *_ in counted]
         self._calls += 1
-        self._pieces = together(batches, counts, apart=self._told["apart"], micro=self._told["micro"])
+        self._pieces = self._given(inputs, batches, counts, weighed=all(weighed for *_, weighed in counted))
         return self._pieces, sum(counts)
+
+    def _given(self, inputs: Any, batches: list[Any], counts: list[float], *, weighed: bool) -> Pieces:
+        """Return what one process computes with. weighed: the script has said what each batch counts for"""
+        apart, micro, self._counts = self._told["apart"], self._told["micro"], {}
+        if not apart and micro == 1:
+            whole = whole_batch(batches, inputs, self._gatherer.last)
+            if whole is not None:
+                self._counts = denominators(whole)
+                return Pieces((Piece(whole, 1.0),))
+            if not weighed:
+                self._doubts[APART] = None
+        return together(batches, counts, apart=apart, micro=micro)
 
     def _begin(self, engine: Witnessed) -> None:
         self._outputs = Outputs(engine.model)
@@ -121,11 +184,27 @@ class Replayer(Witness):
         floats = [name for name, value in engine.model.named_parameters() if value.is_floating_point()]
         self._initial = {name: initial[name].cpu() for name in floats if name in initial}
 
-    def listening(self) -> AbstractContextManager[None]:
-        return self._outputs.listening() if self._outputs else contextlib.nullcontext()
+    def listening(self, engine: Witnessed) -> AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        if self._outputs is not None:
+            stack.enter_context(self._outputs.listening())
+        if self._loop is None:
+            stack.enter_context(self._drawing())
+        return stack
 
-    def loss(self, engine: Witnessed, loss: Tensor, count: float) -> None:
-        self._losses.append([float(loss), count])
+    def _drawing(self) -> AbstractContextManager[Any]:
+        """While the model computes, what it draws is what the ranks drew."""
+        if not any(self._draws):
+            return contextlib.nullcontext()
+        pieces = len(self._pieces.pieces)
+        if pieces == 1:
+            return Draws(DrawReader(self._draws, self._stray))
+        one_by_one = [draw for draws in self._draws for draw in draws] if pieces == len(self._draws) else []
+        return Draws(DrawReader([one_by_one], self._stray))
+
+    def loss(self, engine: Witnessed, tally: Tally | StagedTally, count: float) -> None:
+        self._losses.append([float(tally.loss), count])
+        self._shares.append(share(float(tally.loss), count, self._counts))
         if self._outputs is not None:
             self._found, self._outputs = dict(self._outputs.found()), None
 
@@ -172,8 +251,9 @@ class Replayer(Witness):
         self._at_hand["weights"] = {name: value for name, value in found.items() if self._tells(engine, name)}
         updates = len(self._steps) + 1
         self._at_hand["moves"] = movement_differences(theirs, own, self._initial, self._rounding, updates)
-        self._steps.append({"loss": mean_loss(self._losses)[0], "gradients": {}, **self._at_hand})
-        self._losses, self._at_hand = [], {}
+        known = {"loss": mean_loss(self._losses)[0], "passes": self._shares, "gradients": {}}
+        self._steps.append({**known, **self._at_hand})
+        self._losses, self._shares, self._at_hand = [], [], {}
         self.question.note("steps", len(self._steps))
         if len(self._steps) == self.question.steps:
             self._end(engine)
@@ -186,7 +266,7 @@ class Replayer(Witness):
 
     def _end(self, engine: Witnessed) -> None:
         own_loop = self._loop is not None
-        restless = 0.0 if own_loop else unrest(lambda: engine.forward(self._pieces), engine.model, engine.world.device)
+        restless = 0.0 if own_loop else unrest(lambda: self._again(engine), engine.model, engine.world.device)
         kinds = {name: type(module).__name__ for name, module in engine.model.named_modules()}
         self.question.answer(
             {
@@ -194,14 +274,20 @@ class Replayer(Witness):
                 "outputs": list(self._found.items()),
                 "kinds": kinds,
                 "unrest": restless,
-                "alike": self._alike and not own_loop,
+                "alike": self._alike if self._loop is None else self._loop.alike and self._loop.batches_taken > 0,
+                "doubts": list(self._doubts),
                 "rounding": mostly(self._rounding),
                 "options": self._options,
                 "passes": 1 if own_loop else len(self._pieces.pieces),
-                "stray": sorted(self._loop.stray) if self._loop is not None else [],
+                "stray": sorted(self._loop.stray if self._loop is not None else self._stray),
             }
         )
         leave()
+
+    def _again(self, engine: Witnessed) -> Tensor:
+        """Return the loss of the last batch once more."""
+        with self._drawing():
+            return engine.forward(self._pieces)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -16,6 +16,8 @@ from echelon.verify.judge import Largest, Parting, Row, Verdict
 
 #: Columns where the output is not a terminal.
 WIDTH = 120
+#: Characters of a parameter's name in the table, so that two of them have room in a line.
+NAME = 25
 
 
 def as_json(verdict: Verdict) -> str:
@@ -58,23 +60,30 @@ def _mesh(verdict: Verdict) -> str:
 
 
 def _named(largest: Largest | None) -> str:
-    return "none" if largest is None else f"{size(largest.relative)}  {largest.name}"
+    return "none" if largest is None else f"{size(largest.relative)}  {in_short(largest.name)}"
+
+
+def in_short(name: str) -> str:
+    """Return the end of a long parameter's name, after the number of its layer: a row of the table is one line."""
+    if len(name) <= NAME:
+        return name
+    words = name.split(".")
+    first = next(at for at in range(len(words)) if at == len(words) - 1 or len(".".join(words[at:])) <= NAME - 4)
+    number = next((word for word in reversed(words[:first]) if word.isdigit()), "")
+    return f"{number}..{'.'.join(words[first:])}"
 
 
 def notes(verdict: Verdict) -> Iterator[str]:
     """What was done to compare, and what was left out."""
     if verdict.silenced:
         yield f"dropout was off in {_some(verdict.silenced, 'module')}: ranks draw numbers of their own"
-    if verdict.unrest:
+    if verdict.unrest and not verdict.stray:
         yield (
             f"random numbers are in play: one process that computes a batch twice gets losses {size(verdict.unrest)} "
             "apart; switch off what draws them (functional dropout, noise, sampling) to verify the rest"
         )
-    if verdict.alike:
-        yield (
-            "all replicas were given the same samples in every step, and so was one process, once for each; let each "
-            "rank have its own: take engine.loader(), or a sampler that goes by the rank"
-        )
+    if verdict.status != "cannot tell":
+        yield from verdict.doubts
     if verdict.unseen:
         yield (
             "the loop's batches come neither from a loader nor from torch's random numbers, so that one process could "
@@ -97,8 +106,10 @@ def notes(verdict: Verdict) -> Iterator[str]:
 
 
 def conclusion(verdict: Verdict) -> str:
-    """One line: same, expected, or where they part."""
+    """One line: same, expected, where they part, or why that cannot be told."""
     steps = f"{len(verdict.rows)} steps" if len(verdict.rows) > 1 else "1 step"
+    if verdict.status == "cannot tell":
+        return f"cannot tell: {'; '.join(verdict.doubts)}"
     if verdict.parting is not None and verdict.wide:
         return (
             f"same but for rounding: in 64 bits {steps} on {verdict.ranks} processes give what one process gives, "
@@ -109,7 +120,8 @@ def conclusion(verdict: Verdict) -> str:
     if verdict.status == "expected":
         settings = ", ".join(one.setting for one in verdict.expected)
         return f"within what is expected of {settings}: {_within(verdict.rows)}"
-    return f"differs: {parted(verdict.parting)}"
+    cause = f"{verdict.parting.cause}. Seen where " if verdict.parting.cause else ""
+    return f"differs: {cause}{parted(verdict.parting)}"
 
 
 def parted(parting: Parting) -> str:
@@ -150,5 +162,5 @@ def size(value: float) -> str:
 
 
 def _some(names: Sequence[str], thing: str) -> str:
-    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    listed = ", ".join(map(in_short, names[:3])) + (", ..." if len(names) > 3 else "")
     return f"{len(names)} {thing}{'s' if len(names) > 1 else ''} ({listed})"

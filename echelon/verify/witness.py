@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon.data import Loader
 from echelon.parallel.collective import gather_json
+from echelon.parallel.tally import StagedTally, Tally
 from echelon.terms import Terms
 from echelon.verify.question import Question
 
@@ -47,7 +48,7 @@ class Witness(ABC):
         """The script is about to train, by ``engine.step`` or by a loop of its own."""
 
     @abstractmethod
-    def loader(self, loader: Loader) -> Loader:
+    def loader(self, engine: Witnessed, loader: Loader) -> Loader:
         """One that the script is given."""
 
     # ---- a loop of its own ----
@@ -67,11 +68,11 @@ class Witness(ABC):
         """A forward and backward is about to begin; with which batch, and how many samples it counts for."""
 
     @abstractmethod
-    def listening(self) -> AbstractContextManager[None]:
+    def listening(self, engine: Witnessed) -> AbstractContextManager[Any]:
         """Around the forward."""
 
     @abstractmethod
-    def loss(self, engine: Witnessed, loss: Tensor, count: float) -> None:
+    def loss(self, engine: Witnessed, tally: Tally | StagedTally, count: float) -> None:
         """It is over."""
 
     # ---- both ----
@@ -98,3 +99,8 @@ def mean_loss(losses: Sequence[Sequence[float]]) -> list[float]:
     """The mean of losses, each with the samples it counts for; and all samples."""
     total = sum(count for _, count in losses)
     return [sum(loss * count for loss, count in losses if count) / total if total else 0.0, total]
+
+
+def share(loss: float, counted: float, counts: dict[str, float]) -> dict[str, Any]:
+    """Return one replica's part of a pass, or one process's whole; see ``causes.Share``."""
+    return {"loss": loss, "counted": counted, "counts": counts}
