@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from harness import run
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as rates
 
 import echelon
 from echelon.annotation import Marks, annotate, collect, pipeline, split, stage
@@ -96,7 +97,46 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "lamb": lambda p: LAMB(p, lr=0.1),
     "lars": lambda p: LARS(p, lr=0.1),
+    "adadelta, StepLR": lambda p: scheduled(torch.optim.Adadelta(p), rates.StepLR, 1),
+    "adamw, cosine": lambda p: scheduled(torch.optim.AdamW(p), rates.CosineAnnealingLR, 10),
+    "momentum, OneCycle": lambda p: scheduled(torch.optim.SGD(p, 0.1, momentum=0.9), rates.OneCycleLR, 0.1, 10),
+    "adam, two LambdaLR": lambda p: scheduled(
+        scheduled(torch.optim.Adam(p), rates.LambdaLR, float), rates.LambdaLR, float
+    ),
+    "hooked": lambda p: hooked(torch.optim.Adam(p)),
+    "lookahead": lambda p: Lookahead(torch.optim.AdamW(p)),
 }
+
+
+def scheduled(optimizer: torch.optim.Optimizer, schedule: Any, *options: Any) -> torch.optim.Optimizer:
+    """The optimizer, on whose instance a scheduler has put a ``step``."""
+    schedule(optimizer, *options)
+    return optimizer
+
+
+def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with a hook that takes no other for it."""
+
+    def check(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert stepping is optimizer
+
+    optimizer.register_step_pre_hook(check)
+    return optimizer
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that holds another, whose groups it shares, and keeps a state of its own beside."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                self.state[parameter].setdefault("slow", torch.empty_like(parameter))
 
 
 @functools.cache
@@ -114,9 +154,11 @@ def test_weights_gradients_and_state_are_those_of_real_tensors(optimizer: str) -
     found = find_footprint(looked, Job(samples=SAMPLES), stepping)
     loss(model(ids), target).backward()
     stepping.step()
-    real = measured(Holdings(model, dict(model.named_parameters())), [stepping], peak=0)
-    for kind in ("parameters", "optimizer"):
-        assert sum(getattr(row, kind) for row in found.modules) == real.kinds[kind] == found.kinds[kind], kind
+    both = [stepping, stepping.inner] if isinstance(stepping, Lookahead) else [stepping]
+    real = [measured(Holdings(model, dict(model.named_parameters())), [each], peak=0).kinds for each in both]
+    counted = {"parameters": real[0]["parameters"], "optimizer": sum(kinds["optimizer"] for kinds in real)}
+    for kind, size in counted.items():
+        assert sum(getattr(row, kind) for row in found.modules) == size == found.kinds[kind], kind
     assert sum(row.gradients for row in found.modules) == sum(_bytes(p.grad) for p in model.parameters())
     assert sum(row.buffers for row in found.modules) == _bytes(model.scale)
     by_name = {row.name: row for row in found.modules}
@@ -392,6 +434,28 @@ def asked(*words: Any, **options: Any) -> Footprint:
     return found
 
 
+MOMENTUM = "torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)"
+RATE = f"optimizer = {MOMENTUM}\nrate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)\n"
+SCHEDULED = SCRIPT.replace(f"optimizer={MOMENTUM}", "optimizer=optimizer").replace("engine = ", f"{RATE}engine = ")
+
+
+def test_a_script_with_a_scheduler_has_its_state_counted(tmp_path: Path) -> None:
+    passed = SCHEDULED.replace("optimizer=optimizer", "optimizer=optimizer, scheduler=rate")
+    assert SCRIPT != SCHEDULED != passed
+    (tmp_path / "train.py").write_text("")
+    plain, *others = run(_listened_to_all, str(tmp_path / "train.py"), [SCRIPT, SCHEDULED, passed], ranks=1)[0]
+    assert plain["footprint"]["kinds"]["optimizer"] > 0
+    assert others == [plain, plain]
+
+
+def _listened_to_all(path: str, scripts: list[str]) -> list[Any]:
+    found = []
+    for script in scripts:
+        Path(path).write_text(script)
+        found.append(_listened(path))
+    return found
+
+
 def test_a_script_is_taken_with_its_own_strategy_and_optimizer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "made.py").write_text(MADE)
@@ -417,11 +481,16 @@ def _listened(script: str) -> Any:
     ("model", "words", "line"),
     [
         ("nowhere.py", {}, "MODEL: no file at 'nowhere.py'"),
-        ("gpt:layers=1,hidden=8,heads=1,sequence=4", {}, "--batch is missing"),
+        ("gpt:layers=1,hidden=8,heads=1,sequence=4", {}, "--batch-size is missing"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "optimizer": "adamm"}, "no 'adamm'"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "shard": 5}, "shard=5"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 0}, "expected 1 or more"),
         ("gpt:layers=2,hidden=8,heads=2,sequence=4", {"batch": 1, "split": 64}, "can be cut in at most 2; take fewer"),
+        (
+            "torch.nn:PReLU",
+            {"batch": 8, "input": "4", "split": 2},
+            "'PReLU' has no layers that plans split by themselves",
+        ),
         (
             "gpt:layers=2,hidden=8,heads=2,sequence=4",
             {"batch": 1, "stages": 2, "lean": True},

@@ -113,13 +113,19 @@ class Asked:
         """What is split is what plans would split."""
         stages, across = self.stages or 1, self.split or 1
         if across > 1 and across > profile.splits:
-            can = f"its layers can be cut in at most {profile.splits}" if profile.splits > 1 else "nothing in it can be"
-            raise UsageError(f"--split {across}: of '{profile.name}', {can}; take fewer, or mark modules with split()")
+            raise UsageError(f"--split {across}: {_unsplit(profile)}")
         count, schedule = self.micro_batches or (4 if stages > 1 else 1), self.schedule or "1f1b"
         staged = Pipeline(micro_batches=count, schedule=schedule, stages=stages) if stages > 1 or count > 1 else None
         splits = dict(profile.split_marks) if across > 1 else {}
         marks = Marks(units={}, splits=splits, replicates=(), pipeline=staged, default=None)
         return marks, Slices(average=_along(marks) * across)
+
+
+def _unsplit(profile: Profile) -> str:
+    name, count = profile.name, profile.splits
+    if count > 1:
+        return f"layers of '{name}' can be cut in at most {count}; take fewer, or mark modules with split()"
+    return f"'{name}' has no layers that plans split by themselves; mark modules with split(), or leave --split out"
 
 
 def _along(marks: Marks) -> int:

@@ -13,10 +13,10 @@ from echelon.footprint.asked import Asked
 from echelon.footprint.footprint import find_footprint
 from echelon.footprint.script import ask_script
 from echelon.footprint.show import show
-from echelon.footprint.state import check_name
 from echelon.planner.explain import asked as plans
-from echelon.planner.explain.source import find_source, is_script
+from echelon.planner.explain.source import DESCRIBED, find_source, is_script
 from echelon.planner.machines.cluster import Cluster
+from echelon.planner.model.named_optimizers import check_name
 from echelon.planner.run.saved import SavedPlan
 from echelon.record.facts import Footprint
 from echelon.record.files import MEMORY
@@ -50,6 +50,7 @@ def _of_script(asked: Asked, arguments: Sequence[str]) -> tuple[str, Footprint]:
 def _of_model(asked: Asked) -> tuple[str, Footprint]:
     saved = SavedPlan.load(asked.plan) if asked.plan is not None else None
     batch = asked.batch if saved is None or asked.batch is not None else asked.by_plan(saved).samples
+    _check_batch(asked, batch)
     given = plans.Asked(model=asked.model, cluster=asked.cluster, batch=batch, input=asked.input)
     profile = find_source(given, Cluster.parse(asked.cluster)).profile
     if saved is not None and saved.model:
@@ -60,10 +61,17 @@ def _of_model(asked: Asked) -> tuple[str, Footprint]:
     return f"{profile.name}, {optimizer}", replace(found, notes=(*asked.remark(job), *found.notes))
 
 
+def _check_batch(asked: Asked, batch: int | None) -> None:
+    """Refuse a model that comes without a batch, where no size is given either."""
+    kind = asked.model.partition(":")[0]
+    if batch is None and kind in DESCRIBED:
+        raise UsageError(f"--batch-size is missing: {kind} is only described; write --batch-size 32")
+
+
 def _write(directory: Path, found: Footprint) -> None:
     path = directory / MEMORY
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--save: '{path}' cannot be written: {error.strerror}; give another directory") from None
+        raise UsageError(f"--log-dir: '{path}' cannot be written: {error.strerror}; give another directory") from None

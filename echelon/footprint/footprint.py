@@ -13,8 +13,9 @@ from echelon.footprint.job import Job, Optimizers
 from echelon.footprint.kept import LOSS, Kept, kept_by_stage
 from echelon.footprint.means import alternatives
 from echelon.footprint.peak import Peaks, Place, Spread, in_flight, samples_of
-from echelon.footprint.state import Given, named_optimizer
 from echelon.footprint.words import how_in_words
+from echelon.planner.model.named_optimizers import named_optimizer
+from echelon.planner.model.optimizer_state import Given
 from echelon.planner.model.profile import Profile
 from echelon.record.facts import Footprint, ModuleBytes, Saving
 from echelon.record.place import place_in_words
@@ -24,7 +25,7 @@ REST = "(model)"
 
 
 def find_footprint(profile: Profile, job: Job, optimizer: Given | str) -> Footprint:
-    """Of such a job. ``optimizer``: the model's own, or the name of one (see ``state.NAMED``).
+    """Of such a job. ``optimizer``: the model's own, or the name of one (see ``named_optimizers.NAMED``).
 
     It is that of the fullest rank; where ranks differ, ``each`` has them all.
     """

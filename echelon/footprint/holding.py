@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.assembly import hosted_stages, on_several_places
-from echelon.footprint.state import Owners, lean_bytes, owners, state_bytes
 from echelon.parallel.grid import Grid
 from echelon.parallel.groups import Groups
 from echelon.parallel.shard.rows import Cut, cut_all
 from echelon.parallel.succession import successors
 from echelon.plan import Plan
+from echelon.planner.model.optimizer_state import Known, Owners, owners, state_bytes
 from echelon.planner.model.shadow import Shadow
 from echelon.planner.model.split_shadow import nobody, split_first
 
@@ -60,7 +60,7 @@ class Holdings:
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
-        self._known: dict[Any, int] = {}  # bytes of state by shape
+        self._known: Known = {}
         self._successors: dict[Any, Owners] = {}
         self._part = functools.cache(self._part_of)
 
@@ -136,6 +136,14 @@ class Holdings:
             model = shadow.model
         shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
         return shapes, {name: value.numel() * value.element_size() for name, value in model.named_buffers()}
+
+
+def lean_bytes(shape: Sequence[int]) -> int:
+    """Remainder and moments of a lean parameter."""
+    from echelon.lean.places import on_device
+
+    kept = on_device(torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))
+    return sum(value.numel() * value.element_size() for value in kept.tensors() if value is not None)
 
 
 def _names_here(plan: Plan, grid: Grid) -> set[str] | None:

@@ -12,8 +12,8 @@ import torch
 
 from echelon.annotation import Marks
 from echelon.errors import UsageError
-from echelon.fast.decide import OFF, decide
-from echelon.fast.look import traits_of, with_chosen
+from echelon.fast.decide import decide
+from echelon.fast.look import asked_of, traits_of, with_chosen
 from echelon.fast.traits import Machine
 from echelon.marks import Pipeline, Split
 from echelon.plan import Plan, make_plan
@@ -26,7 +26,7 @@ from echelon.planner.model.shadow import Shadow
 from echelon.planner.run.realize import completed, draft_of, terms
 from echelon.planner.run.saved import SavedPlan
 from echelon.slices import Slices
-from echelon.strategy import Fast, Strategy
+from echelon.strategy import Strategy
 from echelon.strict import require, strict
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -108,8 +108,7 @@ class Planner:
         """On a GPU 16 bits come by themselves. Compiled kernels hold somewhat less than is counted here."""
         if self._profile.device != "cuda" or job.saved is not None:
             return plan
-        asked = OFF if job.strategy.fast is False else job.strategy.part(Fast) or Fast()
-        asked = dataclasses.replace(asked, compile=False, graphs=False)
+        asked = dataclasses.replace(asked_of(job.strategy), compile=False, graphs=False)
         amp = job.strategy.amp if job.strategy.amp is not None else plan.amp
         traits = traits_of(plan, Machine(cuda=True, bf16=True), self._profile.model, self._optimizers, False)
         return with_chosen(plan, decide(asked, amp, traits))

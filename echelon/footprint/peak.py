@@ -18,7 +18,7 @@ from echelon.plan import Plan
 from echelon.planner.cost.memory import Fullest, fullest
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.draft import Draft
-from echelon.planner.explain.script import kind_of
+from echelon.planner.model.optimizer_state import optimizer_name
 from echelon.planner.model.profile import Profile
 
 #: What the peak is made of, as the planner's Memory names it.
@@ -70,7 +70,7 @@ class Peaks:
 
     def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
         self._planner, self._holdings = Planner(profile, optimizers), Holdings(profile.model, optimizers)
-        self._name = kind_of(optimizers)
+        self._name = optimizer_name(optimizers)
 
     def spread(self, job: Job) -> Spread:
         plan = self._planner.plan(job)

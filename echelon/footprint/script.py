@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import nn
-
-from echelon.annotation import collect
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import UsageError
 from echelon.footprint.asked import Asked
-from echelon.footprint.footprint import find_footprint
-from echelon.footprint.job import Job
-from echelon.plan import Plan
-from echelon.planner.explain.script import Waiting, ask
-from echelon.planner.model.profile import Profile
-from echelon.planner.run.auto import find_saved, refuse_company
-from echelon.planner.run.saved import SavedPlan
-from echelon.slices import Slices, current
-from echelon.strategy import Strategy
-from echelon.strict import build
+from echelon.planner.explain.script import ask
 
 
 def ask_script(asked: Asked, arguments: Sequence[str]) -> dict[str, Any]:
@@ -29,60 +16,3 @@ def ask_script(asked: Asked, arguments: Sequence[str]) -> dict[str, Any]:
     if not Path(asked.model).is_file():
         raise UsageError(f"MODEL: no file at '{asked.model}'")
     return ask(asked.model, arguments, {"footprint": asked.to_dict()})
-
-
-class Weighing(Waiting):
-    """In the child: stands in for the engine, and answers at the first batch."""
-
-    def __init__(
-        self,
-        question: dict[str, Any],
-        model: nn.Module,
-        optimizer: Any,
-        loss: Any,
-        strategy: Strategy | None = None,
-        plan: Plan | SavedPlan | str | Path | None = None,
-        cluster: Slices | None = None,
-    ) -> None:
-        self._strategy, self._plan, self._slices = strategy or Strategy(), plan, cluster or current()
-        self._marks = collect(model)
-        super().__init__(question, model, optimizer, loss)
-
-    def _look_at(self, batch: Any) -> NoReturn:
-        from echelon.planner.explain.source import profile_model
-        from echelon.planner.machines.cluster import Cluster
-
-        self._refuse_tables()
-        try:
-            asked = build(Asked, self._question["footprint"], "asked")
-            cluster = Cluster.parse(asked.cluster)
-            profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
-            job = self._job(asked, profile)
-            found = find_footprint(profile, job, asked.optimizer or self._optimizer)
-            found = replace(found, notes=(*asked.remark(job), *found.notes))
-        except EchelonError as error:
-            self._answer({"error": str(error)})
-        title = f"{profile.name}, {asked.optimizer or type(self._first).__name__}"
-        self._answer({"title": title, "footprint": found.to_json()})
-
-    def _job(self, asked: Asked, profile: Profile) -> Job:
-        saved = SavedPlan.load(asked.plan) if asked.plan is not None else find_saved(self._plan)
-        if saved is not None:
-            refuse_company(self._strategy, self._marks, None, served=False, planned=True)
-            saved.check_model(self._model)
-            return asked.by_plan(saved)
-        if self._strategy.auto:
-            raise UsageError(
-                "the script leaves its plan to auto, which finds it on the devices that are there; save one with "
-                f"'echelon plan {asked.model} --save plan.json' and give it as --plan plan.json"
-            )
-        if isinstance(self._plan, Plan):
-            raise UsageError("the script gives distribute() a Plan made for a number of ranks; give it as strategy= "
-                             "and marks, or as a saved plan, to look at")  # fmt: skip
-        return asked.job(profile, self._strategy, self._marks, self._slices)
-
-    @property
-    def _first(self) -> Any:
-        given = self._optimizer
-        listed = list(given.values()) if hasattr(given, "values") else given
-        return listed[0] if isinstance(listed, list | tuple) else listed

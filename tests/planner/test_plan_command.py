@@ -56,7 +56,7 @@ def small() -> Profile:
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run with all its outputs: the JSON, and where the page and the plan are."""
     room = tmp_path_factory.mktemp("planned")
-    words = [SMALL, "--cluster", MACHINES, "--batch", str(BATCH), "--keep", "3", "--json"]
+    words = [SMALL, "--cluster", MACHINES, "--global-batch", str(BATCH), "--keep", "3", "--json"]
     words += ["--html", str(room / "page.html"), "--save", str(room / "plan.json")]
     code, out, err = echelon("plan", *words)
     assert code == 0, err
@@ -126,7 +126,7 @@ def test_a_callables_model_takes_no_memory(tmp_path: Path) -> None:
         "    model = nn.Sequential(*[nn.Linear(40_000, 40_000, bias=False) for _ in range(16)])\n"
         "    return model, (torch.zeros(8, 40_000), torch.zeros(8, 40_000)), nn.functional.mse_loss\n"
     )
-    words = ["--cluster", "8xH200", "--batch", "64", "--keep", "1"]
+    words = ["--cluster", "8xH200", "--global-batch", "64", "--keep", "1"]
     code, out, err = echelon("plan", f"{tmp_path}/large.py:make", *words)
     assert code == 0, err
     assert out.startswith("make: 25.6 billion parameters in 16 units, batch 64\non 1 host of 8 H200 ")
@@ -171,7 +171,7 @@ def test_a_script_that_shows_no_batch_is_told_in_one_line(tmp_path: Path) -> Non
 
 
 def test_where_nothing_fits_the_nearest_is_shown() -> None:
-    code, out, err = echelon("plan", SMALL, "--cluster", "V100", "--batch", "8", "--memory", "500kB")
+    code, out, err = echelon("plan", SMALL, "--cluster", "V100", "--global-batch", "8", "--memory", "500kB")
     assert code == 1
     assert "No plan fits" in out
     assert "What lacks least" in out
@@ -183,30 +183,39 @@ def test_where_nothing_fits_the_nearest_is_shown() -> None:
     ("words", "said"),
     [
         ([], "plan what? give a MODEL"),
-        ([SMALL, "--batch", "8"], "--cluster is missing"),
-        ([SMALL, "--cluster", "V100"], "--batch is missing"),
-        ([SMALL, "--cluster", "V1000", "--batch", "8"], "there is no device 'V1000'"),
-        ([SMALL, "--cluster", "V100", "--batch", "0"], "--batch 0: expected 1 or more"),
-        ([SMALL, "--cluster", "V100", "--batch", "8", "--memory", "much"], "--memory: 'much' is no quantity"),
-        ([SMALL, "--cluster", "V100", "--batch", "8", "--allow", "ampp"], "did you mean 'amp'?"),
-        ([SMALL, "--cluster", "V100", "--batch", "8", "--optimizer", "adan"], "optimizer='adan' is not one"),
-        ([SMALL, "--cluster", "V100", "--batch", "8", "--html", "/nowhere/p.html"], "--html '/nowhere/p.html'"),
-        (["gpt:layer=2", "--cluster", "V100", "--batch", "8"], "gpt has no 'layer'; did you mean 'layers'?"),
-        (["gpt:layers=x", "--cluster", "V100", "--batch", "8"], "gpt takes a whole number as layers, not 'x'"),
-        (["gpt:layers=-2", "--cluster", "V100", "--batch", "8"], "gpt takes a whole number above 0 as layers"),
-        (["gpt:layers=2,hidden=8", "--cluster", "V100", "--batch", "8"], "lacks heads, sequence; write gpt:layers=2,"),
-        (["resnet", "--cluster", "V100", "--batch", "8"], "MODEL 'resnet' is no model that is known here"),
+        ([SMALL, "--global-batch", "8"], "--cluster is missing"),
+        ([SMALL, "--cluster", "V100"], "--global-batch is missing"),
+        ([SMALL, "--cluster", "V1000", "--global-batch", "8"], "there is no device 'V1000'"),
+        ([SMALL, "--cluster", "V100", "--global-batch", "0"], "--global-batch 0: expected 1 or more"),
+        ([SMALL, "--cluster", "V100", "--global-batch", "8", "--memory", "much"], "--memory: 'much' is no quantity"),
+        ([SMALL, "--cluster", "V100", "--global-batch", "8", "--allow", "ampp"], "did you mean 'amp'?"),
+        ([SMALL, "--cluster", "V100", "--global-batch", "8", "--optimizer", "adan"], "optimizer='adan' is not one"),
+        ([SMALL, "--cluster", "V100", "--global-batch", "8", "--html", "/nowhere/p.html"], "--html '/nowhere/p.html'"),
+        (["gpt:layer=2", "--cluster", "V100", "--global-batch", "8"], "gpt has no 'layer'; did you mean 'layers'?"),
+        (["gpt:layers=x", "--cluster", "V100", "--global-batch", "8"], "gpt takes a whole number as layers, not 'x'"),
+        (["gpt:layers=-2", "--cluster", "V100", "--global-batch", "8"], "gpt takes a whole number above 0 as layers"),
+        (
+            ["gpt:layers=2,hidden=8", "--cluster", "V100", "--global-batch", "8"],
+            "lacks heads, sequence; write gpt:layers=2,",
+        ),
+        (["resnet", "--cluster", "V100", "--global-batch", "8"], "MODEL 'resnet' is no model that is known here"),
         (["nowhere.py", "--cluster", "V100"], "MODEL: no file at 'nowhere.py'"),
         (["nowhere.py:make", "--cluster", "V100"], "MODEL: no file at 'nowhere.py'"),
         (["torch.nn:Linea", "--cluster", "V100"], "there is no callable 'Linea' in torch.nn; did you mean 'Linear'?"),
         (["torch.nn:Linear", "--cluster", "V100"], "MODEL 'torch.nn:Linear' failed with TypeError"),
         (["torch.nn:ReLU", "--cluster", "V100"], "MODEL 'torch.nn:ReLU' returns a model alone"),
-        (["torch.nn:ReLU", "--cluster", "V100", "--input", "3x4"], "--batch is missing: --input 3x4 is one sample"),
         (
-            ["torch.nn:ReLU", "--cluster", "V100", "--batch", "4", "--input", "3xx4"],
+            ["torch.nn:ReLU", "--cluster", "V100", "--input", "3x4"],
+            "--global-batch is missing: --input 3x4 is one sample",
+        ),
+        (
+            ["torch.nn:ReLU", "--cluster", "V100", "--global-batch", "4", "--input", "3xx4"],
             "--input '3xx4' describes no tensor",
         ),
-        (["torch.nn:ReLU", "--cluster", "V100", "--batch", "4", "--input", "int9:4"], "torch has no type 'int9'"),
+        (
+            ["torch.nn:ReLU", "--cluster", "V100", "--global-batch", "4", "--input", "int9:4"],
+            "torch has no type 'int9'",
+        ),
         (["torch:tensor", "--cluster", "V100"], "MODEL 'torch:tensor' failed with"),
         (["builtins:dict", "--cluster", "V100"], "MODEL 'builtins:dict' gave dict; return model, (model, batch)"),
         (["--explain", "nowhere.json"], "plan 'nowhere.json': there is no such file"),

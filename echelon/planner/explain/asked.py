@@ -8,7 +8,6 @@ from typing import Any
 from echelon.errors import UsageError, nearest
 from echelon.planner.machines.cluster import Cluster
 from echelon.planner.machines.quantities import quantity
-from echelon.planner.search.search import limited
 from echelon.planner.search.shapes import APPROXIMATE
 from echelon.strict import strict
 
@@ -38,7 +37,7 @@ class Asked:
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, number in (("batch", self.batch), ("keep", self.keep)):
+        for name, number in (("global-batch", self.batch), ("keep", self.keep)):
             if number is not None and number < 1:
                 raise UsageError(f"--{name} {number}: expected 1 or more")
         for name in self.allow:
@@ -50,6 +49,8 @@ class Asked:
 
     def machines(self) -> Cluster:
         """The cluster that was asked for, with the memory that was asked for."""
+        from echelon.planner.search.search import limited
+
         return limited(Cluster.parse(self.cluster, bench=self.bench), self.memory)
 
 

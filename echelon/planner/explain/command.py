@@ -7,44 +7,32 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from echelon.errors import EchelonError, UsageError
 from echelon.planner.cost.predict import predict
-from echelon.planner.cost.system import ECHELON
+from echelon.planner.cost.system import ECHELON, STATE, System
 from echelon.planner.draft import Draft
 from echelon.planner.explain import gather, page, show, why
-from echelon.planner.explain.asked import Asked, Orders, memory_words
+from echelon.planner.explain.asked import Asked, Orders
 from echelon.planner.explain.report import Report
 from echelon.planner.explain.script import ask_script
 from echelon.planner.explain.source import DESCRIBED, Source, find_source, is_script
 from echelon.planner.machines.cluster import Cluster
+from echelon.planner.model.named_optimizers import NAMED, named_optimizer
+from echelon.planner.model.optimizer_state import optimizer_name, with_state_of
 from echelon.planner.prediction import Prediction
 from echelon.planner.run.saved import SavedPlan
 from echelon.planner.search.answer import Answer, Choice
 from echelon.planner.search.neighbours import neighbours
 from echelon.planner.search.search import Hunt, search
-from echelon.strict import build
 
 
 class NothingFits(EchelonError):
     """No plan keeps within the memory of the devices."""
 
 
-def plan_words(
-    model: str | None,
-    arguments: list[str],
-    *,
-    explain: str | None,
-    html: str | None,
-    as_json: bool,
-    save: str | None,
-    **words: Any,
-) -> None:
-    """The command. ``words`` are its other options, as they were written; None where they were not."""
-    asked = _asked(model, arguments, explain, words)
-    for option, path in (("--html", html), ("--save", save)):
-        _check_room(option, path)
+def plan_asked(asked: Asked, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
+    """Find the plan and put it out: the command, for words that are checked (``words.check_words``)."""
     orders = Orders(sizes=as_json or html is not None, save=save, explain=explain)
     if is_script(asked.model):
         report = ask_script(asked, orders)
@@ -58,47 +46,16 @@ def plan_words(
         print(f"saved: {save}; {_use_of(save, asked.model)}", file=sys.stderr)
 
 
-def _check_room(option: str, path: str | None) -> None:
-    """A slip in a path is told before the search, not after it."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise UsageError(f"{option} '{path}' cannot be written: it is a directory, or in none; give another path")
-
-
 def _use_of(path: str, model: str) -> str:
     if model.partition(":")[0] in DESCRIBED:
         return f"'echelon plan --explain {path}' explains it (one that can be run is made from the model itself)"
     return f"'echelon run --plan {path} SCRIPT' runs it"
 
 
-def _asked(model: str | None, arguments: list[str], explain: str | None, words: dict[str, Any]) -> Asked:
-    given = {name: value for name, value in words.items() if value is not None}
-    given["memory"] = memory_words(given.get("memory"))
-    if "allow" in given:
-        given["allow"] = tuple(filter(None, (name.strip() for name in given["allow"].split(","))))
-    if explain is not None:
-        return _asked_before(explain, model, given)
-    if model is None:
-        raise UsageError("plan what? give a MODEL (see 'echelon plan --help'), or --explain plan.json")
-    if "cluster" not in given:
-        raise UsageError("--cluster is missing; write --cluster 4x8xH100, a .yaml file, or --cluster here")
-    return Asked(model=model, arguments=tuple(arguments), **given)
-
-
-def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> Asked:
-    """What a saved plan was made from; what is given now goes before it."""
-    before = SavedPlan.load(path).made_from
-    if not before and model is None:
-        raise UsageError(f"plan '{path}' does not say what it was made from; give its MODEL too")
-    if not before and "cluster" not in given:
-        raise UsageError(f"plan '{path}' does not say what it was made for; give --cluster too")
-    words = {name: value for name, value in given.items() if value is not None}
-    return build(Asked, {**before, **({"model": model} if model else {}), **words}, f"plan '{path}'")
-
-
 def make_report(asked: Asked, cluster: Cluster, source: Source, orders: Orders) -> Report:
     """Search, or take the saved plan, and say all there is to say of it."""
     asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
-    planner = Planner(asked, source)
+    planner = Planner(asked, source, _system(asked, source))
     before = SavedPlan.load(orders.explain).draft if orders.explain else None
     begin = time.process_time()
     answer = planner.again(before, cluster) if before else planner.best(cluster)
@@ -119,12 +76,23 @@ def make_report(asked: Asked, cluster: Cluster, source: Source, orders: Orders) 
     )
 
 
+def _system(asked: Asked, source: Source) -> System:
+    """Return how Echelon trains, with the state of an optimizer that no table has: the script's own, or a named one."""
+    name, model = asked.optimizer, source.profile.model
+    if source.optimizers is not None and name == optimizer_name(source.optimizers):
+        return with_state_of(ECHELON, source.optimizers, model)
+    if name is None or name in STATE or name not in NAMED:
+        return ECHELON
+    return with_state_of(ECHELON, named_optimizer(name, model.parameters()), model)
+
+
 @dataclasses.dataclass(frozen=True)
 class Planner:
     """What one command asks: always for the same model, with the same means allowed."""
 
     asked: Asked
     source: Source
+    system: System = ECHELON
 
     @property
     def batch(self) -> int:
@@ -143,15 +111,15 @@ class Planner:
         return self._search(cluster, batch, 1)
 
     def _search(self, cluster: Cluster, batch: int, keep: int) -> Answer:
-        return search(
-            self.source.profile, cluster, batch=batch, allow=self.asked.allow, optimizer=self.optimizer, keep=keep
-        )
+        allow, optimizer = self.asked.allow, self.optimizer
+        where = self.source.profile, cluster
+        return search(*where, batch=batch, allow=allow, optimizer=optimizer, system=self.system, keep=keep)
 
     def again(self, draft: Draft, cluster: Cluster) -> Answer:
         """A plan that was made before, as if it had been found."""
         if draft.ranks > cluster.size:
             raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
-        hunt = Hunt(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, ECHELON, {})
+        hunt = Hunt(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, self.system, {})
         hunt.look(beyond_host=False)  # neighbours are the best of their kind
         choice = Choice(draft, self._predict(draft, cluster, events=False))
         rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))
@@ -175,7 +143,8 @@ class Planner:
         return Choice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
 
     def _predict(self, draft: Draft, cluster: Cluster, *, events: bool) -> Prediction:
-        return predict(self.source.profile, cluster, draft, optimizer=self.optimizer, events=events)
+        given = self.source.profile, cluster, draft
+        return predict(*given, system=self.system, optimizer=self.optimizer, events=events)
 
 
 def _save(path: str, choice: Choice, asked: Asked, source: Source) -> None:

@@ -74,8 +74,12 @@ def headline(report: Report) -> list[str]:
 
 def plain(report: Report) -> str:
     """All of it as text without colours."""
-    parts = ["\n".join(headline(report)), *(_plain(section) for section in sections(report))]
-    return "\n\n".join(parts)
+    return text_of(headline(report), sections(report))
+
+
+def text_of(lines: Sequence[str], tables: Sequence[Section]) -> str:
+    """Return a headline and tables as text without colours."""
+    return "\n\n".join(["\n".join(lines), *map(_plain, tables)])
 
 
 # ---- the sections ----
@@ -265,16 +269,21 @@ def _note(section: Section) -> list[str]:
 
 def on_terminal(report: Report) -> None:
     """The same with rich: bold titles, columns that fold to the width there is."""
+    print_tables(headline(report), sections(report))
+
+
+def print_tables(lines: Sequence[str], tables: Sequence[Section]) -> None:
+    """Print a headline and tables with rich."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    title, *rest = headline(report)
+    title, *rest = lines
     console.print(Text(title, style="bold"))
     console.print(Text("\n".join(rest)))
-    for section in sections(report):
+    for section in tables:
         table = Table(box=box.SIMPLE_HEAD if section.head else None, show_header=bool(section.head), pad_edge=False)
         for place, name in enumerate(section.head or [""] * len(section.rows[0])):
             right = place in section.right

@@ -18,6 +18,7 @@ from echelon.errors import EchelonError, UsageError, nearest
 from echelon.objective import LossFunction
 from echelon.planner.explain.asked import Asked
 from echelon.planner.machines.cluster import Cluster
+from echelon.planner.model.optimizer_state import Given
 from echelon.planner.model.profile import Profile, profile
 from echelon.strategy.command import callable_at
 
@@ -33,10 +34,11 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A model as the search sees it, and itself where it is more than described."""
+    """A model as the search sees it, and itself where it is more than described; a script's own optimizers."""
 
     profile: Profile
     model: nn.Module | None = None
+    optimizers: Given | None = None
 
 
 def is_script(word: str) -> bool:
@@ -48,7 +50,7 @@ def find_source(asked: Asked, cluster: Cluster) -> Source:
     kind, _, rest = asked.model.partition(":")
     if kind in DESCRIBED:
         if asked.batch is None:
-            raise UsageError(f"--batch is missing: {kind} is only described, and comes without one; write --batch 512")
+            raise UsageError(f"--global-batch is missing: {kind} is only described; write --global-batch 512")
         return Source(_described(kind, rest, _device_type(cluster)))
     if kind == ZOO:
         return _of_the_zoo(asked, rest, cluster)
@@ -164,7 +166,9 @@ def _called(asked: Asked, cluster: Cluster) -> Source:
                 "(model, batch) or (model, batch, loss), or give --input 3x224x224"
             )
         if asked.batch is None:
-            raise UsageError(f"--batch is missing: --input {asked.input} is one sample; write --batch 512")
+            raise UsageError(
+                f"--global-batch is missing: --input {asked.input} is one sample; write --global-batch 512"
+            )
         batch, loss = described_batch(asked.input), loss or mean_of_outputs
     name = asked.model.rpartition(":")[2]
     return Source(profile_model(model, batch, loss, name=name, cluster=cluster), model)

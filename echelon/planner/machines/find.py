@@ -23,7 +23,9 @@ def find_here(ranks: int | None = None, measured: Measured | None = None) -> Clu
     """This machine as a cluster: ``ranks`` devices, or those of the job we are in, or one for each GPU or core."""
     import torch
 
-    place = find_place()
+    from echelon import world as worlds
+
+    place = worlds.current().place if worlds.is_initialized() else find_place()
     hosts = 1 if ranks else max(1, place.world_size // place.local_world_size)
     if ranks is None and place.world_size > 1:
         ranks = place.local_world_size

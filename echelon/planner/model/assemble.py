@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.parallel.batch_norm import BatchNorm
+from echelon.plan.batch_norms import BatchNorm
 from echelon.planner.anatomy import Kernel, Message, Pass, Unit
 from echelon.planner.model.observe import Event, Span
 from echelon.planner.model.rehearse import Call, Passed

@@ -33,6 +33,7 @@ from echelon.planner.model.assemble import (
     unit,
 )
 from echelon.planner.model.rehearse import Passed, rehearse
+from echelon.planner.model.resize import RULES, find_rows, resize
 from echelon.planner.model.shadow import Shadow
 from echelon.planner.model.split_shadow import nobody, split_first
 from echelon.planner.model.splits import find_marks, most, telling_hooks
@@ -106,7 +107,7 @@ class Profile:
             self.split_marks = dict(splits)
         self._measured: dict[Any, _Measured] = {}
         self._sheets: dict[Any, Sheet] = {}
-        first = self._measure(1, None, SIZES)
+        first = self._first_measured()
         self._groups: Groups = first.groups
         self.names = tuple(first.passes[0].calls[group[0]].name for group in self._groups)
         self.members = tuple(
@@ -131,7 +132,12 @@ class Profile:
 
     def placeholders(self, samples: int) -> Any:
         """A batch of so many samples, without contents."""
-        return tree_map(lambda leaf: _resized(leaf, self.batch, samples), self._example)
+        if self._sizes != SIZES and samples != self.batch:
+            raise UsageError(
+                f"'{self.name}': its batch of {self.batch} is known as a whole only, since the model does not run on "
+                f"{SIZES[0]} of its rows ({self._reason}); give it samples in the first dimension of each tensor"
+            )
+        return tree_map(lambda leaf: resize(leaf, self._rule, self.batch, samples), self._example)
 
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
         key = (samples, split, amp)
@@ -142,14 +148,14 @@ class Profile:
         return self._sheets[key]
 
     def _given(self, samples: int) -> float:
-        resized = (_resized(leaf, self.batch, samples) for leaf in tree_leaves(self._example))
+        resized = tree_leaves(self.placeholders(samples))
         return float(sum(leaf.numel() * leaf.element_size() for leaf in resized if isinstance(leaf, Tensor)))
 
     def _measured_for(self, samples: int, split: int, amp: str | None) -> _Measured:
         if amp is not None and amp not in _AMP:
             raise UsageError(f"amp '{amp}' is unknown; there are {', '.join(_AMP)}")
-        measured = self._measured_at(split, amp, SIZES)
-        if not measured.is_affine:
+        measured = self._measured_at(split, amp, self._sizes)
+        if not measured.is_affine or self._sizes != SIZES:
             measured = self._measured_at(split, amp, (samples, samples))
         return measured
 
@@ -159,8 +165,23 @@ class Profile:
             self._measured[key] = self._measure(split, amp, sizes)
         return self._measured[key]
 
+    def _first_measured(self) -> _Measured:
+        """Find out how the batch is resized; where the model runs on no other size, it is known as a whole."""
+        tried: dict[Any, UsageError] = {}
+        self._sizes = SIZES
+        for self._rule in RULES:
+            shapes = str([getattr(leaf, "shape", None) for leaf in tree_leaves(self.placeholders(SIZES[0]))])
+            if shapes not in tried:
+                try:
+                    return self._measure(1, None, SIZES)
+                except UsageError as error:
+                    tried[shapes] = error
+        self._rule, self._sizes, first = find_rows, (self.batch, self.batch), next(iter(tried.values()))
+        self._reason = str(first.__cause__ or first).partition("\n")[0][:200]
+        return self._measure(1, None, self._sizes)
+
     def _measure(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
-        shadow = Shadow(self._model, self._unit_names)
+        shadow = Shadow(self._model, self._unit_names, self.split_marks if split > 1 else ())
         with nobody(split) as group:
             if split > 1:
                 split_first(shadow, self.split_marks, group, self._spread)
@@ -198,18 +219,12 @@ class Profile:
         return most(self._model, self.split_marks) if self.split_marks else 1
 
     def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> Passed:
-        shadow = Shadow(self._model, self._unit_names)
+        shadow = Shadow(self._model, self._unit_names, marks)
         with nobody(2) as group:
             split_first(shadow, marks, group)
             telling_hooks(shadow, told)
             shadow.listen_to(self._unit_names)
-            return self._rehearse(shadow, SIZES[0], None, backward=False)
-
-
-def _resized(leaf: Any, before: int, samples: int) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != before:
-        return leaf
-    return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+            return self._rehearse(shadow, self._sizes[0], None, backward=False)
 
 
 class _Measured:

@@ -159,6 +159,7 @@ class _Listener:
                 output = self._as_before(call.like, tensors)
         if call.like is None:
             self._known[key] = call
+            self._shadow.take_place(name, module)
             output = call_plainly(module, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._left(call, output)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
+from echelon.marks import within
 from echelon.plan.foretell import placeholder_mode
 from echelon.plan.listen import make_heard
 
 
 class Shadow:
-    """``model`` is the copy; ``stands_for`` tells for each tensor of the original (by its id) the one of the copy."""
+    """``model`` is the copy; ``stands_for`` tells for each tensor of the original (by its id) the one of the copy.
 
-    def __init__(self, original: nn.Module, units: Sequence[str]) -> None:
+    splits: modules that are going to be split; a unit inside of one shares nothing with units outside
+    """
+
+    def __init__(self, original: nn.Module, units: Sequence[str], splits: Iterable[str] = ()) -> None:
         self._modules = dict(original.named_modules(remove_duplicate=False))
-        self._keys = {name: _structure(self._modules[name]) for name in units}
+        cut = tuple(splits)
+        apart = {name for name in units if any(name != each and within(name, each) for each in cut)}
+        self._keys = {name: _structure(self._modules[name]) for name in units if name not in apart}
         self.like = _first_alike(self._modules, self._keys)
+        self._places = {name: _places(self._modules[name]) for name in {*self.like, *self.like.values()}}
         self.stands_for: dict[int, Tensor] = {}
         memo: dict[int, Any] = {}
         with placeholder_mode(), torch.no_grad():
@@ -52,12 +60,30 @@ class Shadow:
             if id(value) not in memo and id(value) not in self.stands_for:
                 memo[id(value)] = self.stands_for[id(value)] = _stand_in(value)
 
+    @contextlib.contextmanager
+    def without_clones(self) -> Iterator[None]:
+        """Within it, a parameter of units that are alike is that of the first alone: there it is split."""
+        clones = [self._copies[name] for name in self.like]
+        kept = [clone.__dict__["_parameters"] for clone in clones]
+        for clone in clones:
+            clone.__dict__["_parameters"] = {}
+        try:
+            yield
+        finally:
+            for clone, parameters in zip(clones, kept, strict=True):
+                clone.__dict__["_parameters"] = parameters
+
     def listen_to(self, units: Sequence[str]) -> None:
         for name, first in self.like.items():  # which may have been split since
             clone, example = self._copies[name], self._copies[first]
             clone.__class__ = type(example)
             clone.__dict__ = dict(example.__dict__)
         make_heard(self.model, units)
+
+    def take_place(self, name: str, module: nn.Module) -> None:
+        """Give the modules that units alike share the places of this unit: a cache of keys and values goes by them."""
+        for inside, places in self._places.get(name, {}).items():
+            module.get_submodule(inside).__dict__.update(places)
 
     def key(self, name: str) -> Any:
         """Equal for units that do the same to equal inputs."""
@@ -96,6 +122,15 @@ def _own(module: nn.Module) -> list[Tensor]:
 _PLACES = frozenset(("layer_idx", "layer_index", "layer_id", "layer_number"))
 
 
+def _places(unit: nn.Module) -> dict[str, dict[str, Any]]:
+    """By the name of a module inside the unit, its attributes that say where it stands."""
+    found = {
+        inside: {name: value for name, value in part.__dict__.items() if name in _PLACES}
+        for inside, part in unit.named_modules()
+    }
+    return {inside: places for inside, places in found.items() if places}
+
+
 def _structure(module: nn.Module) -> Any:
     return tuple(
         (type(part), part.training, part.extra_repr(), _settings(part), _shapes(part)) for part in module.modules()
@@ -103,12 +138,19 @@ def _structure(module: nn.Module) -> Any:
 
 
 def _settings(part: nn.Module) -> tuple[Any, ...]:
-    plain = (int, float, str, bool, tuple)
+    plain = (int, float, str, bool, tuple, list)
     return tuple(
-        (name, value)
+        (name, _frozen(value))
         for name, value in part.__dict__.items()
         if isinstance(value, plain) and not name.startswith("_") and name not in _PLACES
     )
+
+
+def _frozen(value: Any) -> Any:
+    """Return a setting as something that can be hashed; of what is no plain value, its type."""
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_frozen, value))
+    return value if isinstance(value, int | float | str | None) else type(value)
 
 
 def _shapes(part: nn.Module) -> tuple[Any, ...]:

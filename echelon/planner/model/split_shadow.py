@@ -36,5 +36,5 @@ def split_first(
 
     others = tuple(shadow.like)
     wanted = {name: mark for name, mark in marks.items() if not any(within(name, other) for other in others)}
-    with placeholder_mode():
+    with placeholder_mode(), shadow.without_clones():
         apply_split(shadow.model, wanted, SplitAxis(group, rank, group.size(), spread))

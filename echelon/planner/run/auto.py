@@ -7,6 +7,7 @@ keeps its own: plans that cut layers or stages are left out, and that is said.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from echelon.amounts import duration, size
 from echelon.annotation import Marks
 from echelon.data import Loader
+from echelon.data.sampling import batches_of
 from echelon.environment import PLAN
 from echelon.errors import EchelonError, UsageError
 from echelon.fast.found import with_units
@@ -26,7 +28,7 @@ from echelon.nn.moe import MoE
 from echelon.objective import LossFunction, as_batch, count_samples
 from echelon.parallel.collective import gather_json, json_to_tensor, tensor_to_json
 from echelon.plan import Plan
-from echelon.plan.make import batch_norm_names
+from echelon.plan.batch_norms import batch_norm_names
 from echelon.planner.draft import Draft
 from echelon.planner.run.realize import realize
 from echelon.planner.run.saved import SavedPlan
@@ -102,6 +104,8 @@ class Choosing:
         self, engine: Engine, dataset: Any, batch_size: int | None, global_batch: int | None, options: Mapping[str, Any]
     ) -> None:
         """With the first samples of a data set. ``batch_size`` is for each rank: nobody knows of replicas yet."""
+        if "batch_sampler" in options:
+            batch_size, global_batch = None, batches_of(options["batch_sampler"])
         if (batch_size is None) == (global_batch is None):
             raise UsageError("loader() takes either batch_size (for each rank) or global_batch (for all together)")
         total = global_batch if global_batch is not None else (batch_size or 1) * self._world.size
@@ -191,9 +195,9 @@ def find_plans(
         batch=total,
         allow=auto.allow,
         memory=memory,
-        optimizer=_optimizer_name(optimizers),
         fixed=fixed,
         devices=world.size,
+        **_optimizer(optimizers, model),
         keep=50,  # different ways come far apart where they differ
     )
     if not answer.best:
@@ -269,15 +273,17 @@ def _cluster(auto: Auto, world: World) -> Any:
     return cluster
 
 
-def _optimizer_name(optimizers: Mapping[str, torch.optim.Optimizer]) -> str:
-    """As the cost model knows it: how much state it keeps for a parameter. Of one it does not know, Adam's."""
-    from echelon.planner.cost.system import STATE
+def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
+    """Return the optimizer's name and a system that knows its state; Adam's where it cannot be measured."""
+    from echelon.planner.cost.system import ECHELON, STATE
+    from echelon.planner.model.optimizer_state import optimizer_name, with_state_of
 
-    first = next(iter(optimizers.values()))
-    name = type(first).__name__.lower()
-    if name == "sgd" and first.param_groups[0].get("momentum"):
-        return "momentum"
-    return name if name in STATE else "adam"
+    name = optimizer_name(optimizers)
+    try:
+        system = with_state_of(ECHELON, optimizers, model)
+    except UsageError:
+        system = dataclasses.replace(ECHELON, state={**STATE, name: STATE["adam"]})
+    return {"optimizer": name, "system": system}
 
 
 def _lines(answer: Answer, own_batches: bool) -> Iterator[str]:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from echelon.errors import UsageError
 from echelon.marks import Split
 from echelon.planner.draft import Draft
@@ -22,6 +20,8 @@ from echelon.planner.prediction import Memory, Prediction
 from echelon.strict import build, require, strict
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from echelon.planner.model.profile import Profile
 
 KIND, VERSION = "plan", 1
