@@ -87,7 +87,8 @@ def main() -> None:
     if echelon.is_first_worker():
         print(f"accuracy on {len(test)} unseen images: {results['accuracy']:.1%}  (loss {results['loss']:.4f})")
         print(f"speed: {seen / seconds:,.0f} examples/s over {engine.steps} steps on {echelon.world_size()} processes")
-        print(f"checkpoint: {saved}\nmetrics: {args.dir / 'metrics.jsonl'} and {args.dir / 'tensorboard'}")
+        print(f"checkpoint: {saved}")
+        print(f"metrics: {args.dir / 'metrics.jsonl'}; for TensorBoard, if installed: {args.dir / 'tensorboard'}")
         print(f"all of it as a page: echelon report {args.dir}")
         print(f"log: {os.environ.get('ECHELON_LOG_DIR', 'none without echelon run')}")
 

@@ -1,6 +1,22 @@
 """The zoo: models, data sets and the ``echelon train`` command. ``echelon zoo list`` shows what there is."""
 
+from typing import TYPE_CHECKING, Any
+
 from echelon.zoo.entry import Data, Dataset, Model, Request, Setting
 from echelon.zoo.registry import all_datasets, all_models, dataset, model
 
-__all__ = ["Data", "Dataset", "Model", "Request", "Setting", "all_datasets", "all_models", "dataset", "model"]
+if TYPE_CHECKING:
+    from echelon.zoo.application import Application
+
+__all__ = ["Data", "Dataset", "Model", "Request", "Setting", "all_datasets", "all_models", "dataset", "load", "model"]
+
+
+def load(name: str, **parameters: Any) -> "Application":
+    """Make a model of the zoo with its loss, its recompute checkpoints, its data and its loader.
+
+    name:       one of ``echelon zoo list``
+    parameters: those of ``echelon train``, by name: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
+    """
+    from echelon.zoo.application import load as load_application  # it needs this package
+
+    return load_application(name, **parameters)

@@ -34,7 +34,9 @@ def borrow(library: str, name: str) -> Model:
     """The entry of ``library:name``."""
     if library not in PACKAGES:
         known = " or ".join(f"{short}:NAME" for short in PACKAGES)
-        raise UsageError(f"'{library}:{name}': there is no library '{library}'; models of others are {known}")
+        raise UsageError(
+            f"'{library}:{name}': there is no library '{library}'; models of others are {known}, your own file.py:Name"
+        )
     package = _imported(library, name)
     return _from_timm(package, name) if library == "timm" else _from_transformers(package, name)
 

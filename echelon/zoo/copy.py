@@ -18,6 +18,7 @@ from torch import nn
 
 from echelon.errors import UsageError
 from echelon.zoo.entry import Model, Request
+from echelon.zoo.own.place import is_place
 from echelon.zoo.train.resolve import Resolved, resolve
 from echelon.zoo.train.words import Words
 
@@ -36,6 +37,8 @@ def copy_model(name: str, out: str | None) -> str:
 
 def script(name: str) -> str:
     """The text of it."""
+    if is_place(name):
+        raise UsageError(f"'{name}' is a file of your own already; train it: echelon train --model_name {name}")
     if ":" in name:
         raise UsageError(f"'{name}' is another library's model, whose code is not ours to copy; its own pages show it")
     resolved = resolve(Words(run={"model_name": name}))

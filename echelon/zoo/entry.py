@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from echelon.marks import Mark
+
+if TYPE_CHECKING:  # names are looked up before torch is imported
+    from torch import Tensor, nn
+
+OWN_RUNNER = "own"  #: the family of models that users bring
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A parameter that a model or a data set adds to the common ones, declared beside it.
 
-    kind: its type, where the default does not tell (None, say): ``int``, ``str | None``, ``Literal["a", "b"]``
+    kind:     its type, where the default does not tell (None, say): ``int``, ``str | None``, ``Literal["a", "b"]``
+    required: the user must give it
     """
 
     name: str
     default: Any
     meaning: str
     kind: Any = None
+    required: bool = False
 
     @property
     def type(self) -> Any:
@@ -63,6 +68,8 @@ class Model:
     split:      marks by name for ``--split``: what is worth cutting
     strategy:   what is recommended on many devices, as a Strategy's dict, with ``advice`` saying why
     tiny:       values that make it small: for tests, and a first try
+    same_as:    the entry that this is a second name of
+    loss:       a loss of its own, a function of (output, target), in place of the task's
     """
 
     name: str
@@ -81,6 +88,8 @@ class Model:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     advice: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    same_as: str | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

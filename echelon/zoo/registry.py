@@ -6,10 +6,14 @@ import difflib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from echelon.errors import UsageError
 from echelon.zoo.entry import Dataset, Model
+from echelon.zoo.names import DATASETS, MODELS
+
+#: names of data sets that earlier systems gave them
+SYNONYMS = {"mock_image": "mock"}
 
 #: families of models, each with the one that is taken when only the family is named
 RUNNERS = {
@@ -47,26 +51,65 @@ def all_datasets() -> Mapping[str, Dataset]:
 
 
 def model(name: str) -> Model:
-    """The model of this name; ``timm:NAME`` and ``hf:NAME`` are those of other libraries."""
+    """The model of this name; ``timm:NAME`` and ``hf:NAME`` are those of other libraries, ``file.py:Name`` a user's."""
     library, _, inner = name.partition(":")
+    if _is_own(name):
+        from echelon.zoo.own import own_model
+
+        return own_model(name)
     if inner:
         from echelon.zoo.borrowed import borrow
 
         return borrow(library, inner)
-    if name not in all_models():
-        raise UsageError(f"there is no model '{name}'{_nearest_three(name, _models)} (see 'echelon zoo list')")
-    return _models[name]
+    if name not in MODELS and name not in _models:
+        raise _no_model(name)
+    return all_models()[name]
+
+
+def require_name(name: str) -> None:
+    """Refuse what names neither a model nor a data set; nothing of the zoo is imported for it."""
+    if ":" not in name and name not in MODELS | DATASETS | _models.keys() | _datasets.keys():
+        raise _no_model(name)
+
+
+def _no_model(name: str) -> UsageError:
+    near = _nearest_three(name, MODELS)
+    return UsageError(f"there is no model '{name}'{near} (see 'echelon zoo list'; one of your own is file.py:Name)")
 
 
 def dataset(name: str) -> Dataset:
-    if name not in all_datasets():
-        raise UsageError(f"there is no data set '{name}'; known: {', '.join(sorted(_datasets))}")
-    return _datasets[name]
+    """Return the data set of this name; ``file.py:Name`` is one of the user's."""
+    if _is_own(name):
+        from echelon.zoo.own import own_dataset
+
+        return own_dataset(name)
+    require_dataset(name)
+    return all_datasets()[SYNONYMS.get(name, name)]
 
 
-def _nearest_three(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-    return f"; the nearest are {', '.join(close)}"
+def require_dataset(name: str) -> None:
+    """Refuse what names no data set; nothing of the zoo is imported for it."""
+    if ":" in name or SYNONYMS.get(name, name) in DATASETS | _datasets.keys():
+        return
+    close = difflib.get_close_matches(name, DATASETS, n=1)
+    meant = f"did you mean '{close[0]}'? " if close else ""
+    raise UsageError(
+        f"there is no data set '{name}'; {meant}known: {', '.join(sorted(DATASETS))} (one of your own is file.py:Name)"
+    )
+
+
+def _is_own(name: str) -> bool:
+    if ":" not in name:  # most names need no import
+        return False
+    from echelon.zoo.own.place import is_place
+
+    return is_place(name)
+
+
+def _nearest_three(name: str, known: Collection[str]) -> str:
+    """Name the closest; of equally close ones the first by name: resnet_v1_50 before resnet_v2_50."""
+    close = sorted(known, key=lambda each: (-difflib.SequenceMatcher(None, name, each).ratio(), each))
+    return f"; the nearest are {', '.join(close[:3])}"
 
 
 @functools.cache

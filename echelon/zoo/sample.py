@@ -39,5 +39,5 @@ def sample(name: str, values: Mapping[str, Any] | None = None, *, batch: int = 2
         model = resolved.model.build(resolved.request)
     *inputs, target = next(iter(Loader(data.train, batch_size=batch, shuffle=False, **data.loader)))
     arrived = data.arrive(tuple(inputs)) if data.arrive else tuple(inputs)
-    loss = loss_of(resolved.request.task, resolved["loss_name"])
+    loss = loss_of(resolved.request.task, resolved["loss_name"], resolved.model.loss)
     return Sample(model, (*arrived, target), loss, resolved)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from torch import nn
+
 from echelon.amounts import count, size
 from echelon.zoo import registry
 from echelon.zoo.entry import Dataset, Model, Setting
+from echelon.zoo.own.place import found_at, is_place
 from echelon.zoo.sample import sample
 from echelon.zoo.train.statistics import Statistics, statistics
 
 
 def listed(as_json: bool) -> str:
-    models = sorted(registry.all_models().values(), key=lambda entry: (entry.runner, entry.name))
+    models = sorted(registry.all_models().values(), key=_by_family_and_size)
     datasets = sorted(registry.all_datasets().values(), key=lambda entry: entry.name)
     if as_json:
         return json.dumps(
@@ -25,16 +29,37 @@ def listed(as_json: bool) -> str:
             },
             indent=2,
         )
-    lines = ["models (timm:NAME and hf:NAME are those of the libraries timm and transformers):"]
+    lines = ["models (timm:NAME and hf:NAME are those of the libraries timm and transformers, file.py:Name your own):"]
     for runner, members in groupby(models, key=lambda entry: entry.runner):
         lines += ["", f"  {runner}"]
-        lines += _columns([(entry.name, _size(entry), entry.about) for entry in members], indent=4)
+        rows = [(entry.name, _size(entry), _about(entry, models)) for entry in members if entry.same_as is None]
+        lines += _columns(rows, indent=4)
     lines += ["", "data sets:", ""]
     lines += _columns([(entry.name, entry.about) for entry in datasets], indent=4)
     return "\n".join(lines)
 
 
+#: The last part of a name that says how large a model of a family is.
+_SIZE = re.compile(r"_(tiny|mini|small|medium|base|large|xl|\d+)$")
+
+
+def _by_family_and_size(entry: Model) -> tuple[int, str, int, str]:
+    return list(registry.RUNNERS).index(entry.runner), _SIZE.sub("", entry.name), _known_size(entry), entry.name
+
+
+def _known_size(entry: Model) -> int:
+    return entry.parameters or (0 if entry.name.endswith("_tiny") else 1)
+
+
+def _about(entry: Model, models: Iterable[Model]) -> str:
+    """Return what the entry says of itself, with its second names."""
+    others = [other.name for other in models if other.same_as == entry.name]
+    return f"{entry.about}; the name {' and '.join(others)} means it too" if others else entry.about
+
+
 def shown(name: str, as_json: bool) -> str:
+    if is_place(name):
+        return _shown_own(name, as_json)
     if name in registry.all_datasets() and name not in registry.all_models():
         return _shown_dataset(registry.dataset(name), as_json)
     entry = registry.model(name)
@@ -43,6 +68,18 @@ def shown(name: str, as_json: bool) -> str:
     if as_json:
         return json.dumps({"name": entry.name, **_model_facts(entry), **_figures(found)}, indent=2)
     return "\n".join([*_headline(entry, found), *_advice(entry), *_settings("its own parameters", entry.settings)])
+
+
+def _shown_own(place: str, as_json: bool) -> str:
+    """Return the parameters of a user's class; what it is made for and costs depends on the data."""
+    found = found_at(place, "zoo show")
+    option = "--model_name" if isinstance(found, type) and issubclass(found, nn.Module) else "--dataset_name"
+    entry = registry.model(place) if option == "--model_name" else registry.dataset(place)
+    if as_json:
+        return json.dumps({"name": place, "settings": {each.name: each.default for each in entry.settings}}, indent=2)
+    rows = [("its defaults", " ".join(f"--{key} {value}" for key, value in entry.defaults.items()) or "-")]
+    rows.append(("train it", f"echelon train {option} {place}"))
+    return "\n".join([entry.about, "", *_columns(rows, indent=2), *_settings("its own parameters", entry.settings)])
 
 
 def _has_tables(entry: Model) -> bool:

@@ -16,6 +16,8 @@ from torch import Tensor
 from echelon.errors import UsageError, nearest
 from echelon.nn import Packed, mean_over_samples
 
+OWN = "own"  #: the task of a model that brings its own loss
+
 IGNORED = -100  #: a label that counts for nothing: padding, and positions that are not asked for
 
 AUXILIARY_WEIGHT = 0.4  #: of an inception's second classifier (Szegedy et al. 2015 has 0.3; slim has 0.4)
@@ -97,7 +99,19 @@ def exact_span(logits: Tensor, target: Tensor) -> Tensor:
     return (logits.argmax(1) == target).all(1).float()
 
 
+def _no_loss(output: Any, target: Any) -> Tensor:
+    raise UsageError(
+        "--task own: there is no loss; give --loss_name file.py:name, or the model's class a static 'loss'"
+    )
+
+
 TASKS: dict[str, Task] = {
+    "classify": Task(
+        batch="inputs of any kind, labels [n]",
+        loss=classification,
+        metrics={"accuracy": "accuracy", "top5": "top5"},
+    ),
+    OWN: Task(batch="inputs of any kind, the target", loss=_no_loss),
     "classify_images": Task(
         batch="images [n, 3 or 1, h, w] (floats, or bytes that become floats on the device), labels [n]",
         loss=classification,
@@ -154,12 +168,17 @@ TASKS: dict[str, Task] = {
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {"label_smoothing": smoothed}
 
 
-def loss_of(task: str, name: str) -> Callable[[Any, Any], Tensor]:
-    """The loss that ``--loss_name`` asks for."""
+def loss_of(task: str, name: str, own: Callable[[Any, Any], Tensor] | None = None) -> Callable[[Any, Any], Tensor]:
+    """The loss that ``--loss_name`` asks for; "example" is the model's ``own``, else the task's."""
     if name == "example":
-        return TASKS[task].loss
+        return own or TASKS[task].loss
+    if ":" in name:
+        from echelon.zoo.own.loss import own_loss
+
+        return own_loss(name)
     if name not in LOSSES:
-        raise UsageError(f"--loss_name '{name}' is unknown{nearest(name, ['example', *LOSSES])}")
+        known = ["example", *LOSSES]
+        raise UsageError(f"--loss_name '{name}' is unknown{nearest(name, known)} (one of your own is file.py:name)")
     if TASKS[task].loss is not classification:
         raise UsageError(f"--loss_name {name} is for classification, and this run learns '{task}'; leave it out")
     return LOSSES[name]

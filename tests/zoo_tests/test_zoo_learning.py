@@ -66,10 +66,12 @@ def test_gpt_learns_more_of_shakespeare_than_pairs_of_characters(tmp_path: Path)
 
 
 def last_line(words: str, cwd: str) -> dict[str, Any]:
-    """Of this rank's part of ``echelon train WORDS``, and the mesh that it said it has."""
-    out = train_here(split_words(words), cwd)
-    mesh = re.search(r"mesh: (.*) \(", out)
-    return {"mesh": mesh[1], **json.loads(out.splitlines()[-1])} if mesh else {}
+    """Return what the last line of ``echelon train WORDS`` says on the first rank, and the mesh where it names one."""
+    lines = train_here(split_words(words), cwd).splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        return {}  # the other ranks print no result
+    mesh = re.search(r"mesh: (.*) \(", "\n".join(lines))
+    return {"mesh": mesh and mesh[1], **json.loads(lines[-1])}
 
 
 def on_ranks(words: str, ranks: int, cwd: Path) -> dict[str, Any]:

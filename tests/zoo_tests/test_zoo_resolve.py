@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from echelon.errors import UsageError
+from echelon.zoo import registry
 from echelon.zoo.entry import Data, Request
+from echelon.zoo.names import DATASETS, MODELS
 from echelon.zoo.train.launcher import launcher_options
 from echelon.zoo.train.marking import mark
 from echelon.zoo.train.parameters import PARAMETERS
@@ -92,7 +94,7 @@ def test_sizes_beside_weights_count_unless_the_user_says_otherwise() -> None:
     ("words", "line"),
     [
         (["--model_name", "resnet_50"], r"there is no model 'resnet_50'; the nearest are resnet_\S+, \S+, \S+ \(see"),
-        (["--dataset_name", "mnits"], "there is no data set 'mnits'; known: "),
+        (["--dataset_name", "mnits"], "there is no data set 'mnits'; did you mean 'mnist'. known: "),
         (
             ["--model_name", "lenet", "--lerning_rate", "1"],
             "no parameter 'lerning_rate' for lenet on 'mock'; did you",
@@ -162,3 +164,7 @@ def test_every_parameter_of_the_seed_is_there_with_its_default() -> None:
     assert "runner_name" in own
     assert own["profile_at_task"] is None, "it was 0; a timeline is of all ranks now, unless one is named"
     assert isinstance(resolved("--model_name", "lenet").request, Request)
+
+
+def test_names_that_are_known_without_imports_are_all_names():
+    assert (set(registry.all_models()), set(registry.all_datasets())) == (MODELS, DATASETS)

@@ -55,7 +55,9 @@ def open_folder(request: Request, what: str, inside: tuple[str, ...] = ()) -> Da
 
 
 def catalogue(root: Path, what: str, pattern: str | None) -> Catalogue:
-    """train/ and val/ where they are there; else each tenth picture of a class is for tests."""
+    """train.txt with labels, or train/ and val/ where they are there; else each tenth of a class is for tests."""
+    if pattern is None and (listed := _listed(root, TRAIN)) is not None:
+        return _listed_catalogue(root, *listed)
     train = root / TRAIN if (root / TRAIN).is_dir() else root
     test = next((root / name for name in TESTS if (root / name).is_dir()), None) if train != root else None
     classes = _classes(train, what)
@@ -67,6 +69,29 @@ def catalogue(root: Path, what: str, pattern: str | None) -> Catalogue:
         is_test = np.repeat([False, True], [len(names), len(more)])
         names, labels = names + more, np.concatenate([labels, their_labels])
     return _as_catalogue(FolderFiles(root, names), labels, is_test, len(classes), root, test)
+
+
+def _listed(root: Path, phase: str) -> tuple[list[str], list[int]] | None:
+    """Paths and labels by train.txt or val.txt, as Fleet and Caffe have them; None where there is no such list."""
+    file = root / f"{phase}.txt"
+    if not file.is_file():
+        return None
+    rows = [line.rsplit(maxsplit=1) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not rows or len(rows[0]) != 2 or not (root / phase / rows[0][0]).is_file():
+        return None  # a file of the same name that says something else
+    for number, row in enumerate(rows, 1):
+        if len(row) != 2 or not row[1].isdecimal() or ".." in Path(row[0]).parts or Path(row[0]).is_absolute():
+            got = " ".join(row)[:60]
+            raise DataError(f"{file}, line {number}: expected 'PATH LABEL', a path in {phase}/, got {got!r}")
+    return [f"{phase}/{path}" for path, _ in rows], [int(label) for _, label in rows]
+
+
+def _listed_catalogue(root: Path, names: list[str], labels: list[int]) -> Catalogue:
+    found = next(((phase, listed) for phase in TESTS if (listed := _listed(root, phase)) is not None), None)
+    test, (more, their_labels) = (root / found[0], found[1]) if found else (None, ([], []))
+    every = np.array(labels + their_labels, dtype=np.int64)
+    is_test = np.repeat([False, True], [len(names), len(more)]) if found else every_tenth(every)
+    return _as_catalogue(FolderFiles(root, names + more), every, is_test, int(every.max()) + 1, root, test)
 
 
 def _as_catalogue(

@@ -195,4 +195,4 @@ def _entry(name: str, size: Size) -> Model:
 
 for _name, _size in SIZES.items():
     registry.add(_entry(_name, _size))
-registry.add(dataclasses.replace(_entry("base", SIZES["base"]), name="vit"))
+registry.add(dataclasses.replace(_entry("base", SIZES["base"]), name="vit", same_as="vit_base"))

@@ -10,12 +10,13 @@ from itertools import groupby
 from pathlib import Path
 
 from echelon.environment import RECORD_DIR
+from echelon.errors import UsageError
+from echelon.launcher.hosts import at_least
 from echelon.zoo.entry import Setting
+from echelon.zoo.registry import require_dataset
 from echelon.zoo.train.launcher import launch_module, launcher_options
-from echelon.zoo.train.output import forget, output_directory
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.resolve import resolve
-from echelon.zoo.train.strategies import asked_strategy
+from echelon.zoo.train.resolve import Resolved, resolve
 from echelon.zoo.train.words import STRATEGY_OPTIONS, sort_words
 
 MODULE = "echelon.zoo.train.run"
@@ -23,11 +24,20 @@ MODULE = "echelon.zoo.train.run"
 
 def train_words(words: Sequence[str]) -> int:
     """The exit code of the run."""
-    if not words or "--help" in words:
+    if not words or "--help" in words or "-h" in words:
         print(help_text())
         return 0
     sorted_words = sort_words(words, launcher_options())
+    if str(procs := sorted_words.launch.get("procs", 1)).lstrip("-").isdigit():
+        at_least(1, "--procs", int(procs))
+    if isinstance(data := sorted_words.run.get("dataset_name"), str):
+        require_dataset(data)
     resolved = resolve(sorted_words)
+    _check_names(resolved)
+    from echelon.zoo.train.output import forget, output_directory  # with torch: not before names are found right
+    from echelon.zoo.train.ranks import check_ranks
+    from echelon.zoo.train.strategies import asked_strategy
+
     asked_strategy(resolved)  # what does not fit together is refused here, and not by each rank
     if resolved["fresh"] and sorted_words.run.pop("fresh", None) is None:  # the file says so, and the ranks read it too
         sorted_words.run["fresh"] = "false"
@@ -37,7 +47,18 @@ def train_words(words: Sequence[str]) -> int:
         if resolved["fresh"]:
             forget(output_directory(resolved))
 
-    return launch_module(MODULE, sorted_words.again(), resolved.launch, forget_earlier)
+    return launch_module(
+        MODULE, sorted_words.again(), resolved.launch, forget_earlier, lambda ranks: check_ranks(resolved, ranks)
+    )
+
+
+def _check_names(resolved: Resolved) -> None:
+    """Refuse arguments of a user's model or data set that the launcher would take for its own."""
+    for setting in (*resolved.model.settings, *resolved.dataset.settings):
+        if setting.name in launcher_options():
+            raise UsageError(
+                f"--{setting.name} {setting.meaning}: 'echelon run' has an option of this name; rename the argument"
+            )
 
 
 def _write_there(directory: Path) -> None:
@@ -63,7 +84,8 @@ def help_text() -> str:
 
 
 def setting_lines(setting: Setting) -> list[str]:
-    default = "" if setting.default is None else f" [{str(setting.default).lower()}]"
+    shown = str(setting.default).lower() if isinstance(setting.default, bool) else str(setting.default)
+    default = "" if setting.default is None else f" [{shown}]"
     return _wrapped(f"--{setting.name}{default}  {setting.meaning}")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.data import Loader, Repeated, RepeatedStream
-from echelon.data.batched import Batched
+from echelon.data.batched import is_batched
 from echelon.data.blocks import is_blocked
 from echelon.data.mapped import columns_of
 from echelon.data.sharded import is_sharded
@@ -57,7 +57,7 @@ def _workers(request: Request, train: Any, ranks_on_host: int) -> int:
     threads = _positive(request, "num_preprocessing_threads", 16)
     batches = _positive(request, "num_parallel_batches", 8)
     inner = train.dataset if isinstance(train, Repeated) else train
-    if columns_of(inner) or isinstance(inner, Batched) or is_stream(inner):
+    if columns_of(inner) or is_batched(inner) or is_stream(inner):
         return 0
     return min(max(min(threads, _cores()) // ranks_on_host, 1), batches)
 

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import typer
-
-
-@functools.cache
-def run_command() -> Any:
-    """The ``echelon run`` command itself."""
-    from echelon.cli import app
-
-    return typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
 
 
 @functools.cache
 def launcher_options() -> dict[str, bool]:
     """Names of its options, with _ for -, and whether each takes a value; ``-m`` is the train command's own affair."""
+    from echelon.cli.app import run_command
+
     options = [param for param in run_command().params if param.opts[0].startswith("--")]
     return {param.opts[0][2:].replace("-", "_"): not param.is_flag for param in options if param.name != "help"}
 
 
-def launch_module(module: str, args: list[str], options: Mapping[str, str | bool], first: Callable[[], None]) -> int:
-    """As ``echelon run [options] -m module args``; ``first`` is done once all that was asked for is found right."""
+def launch_module(
+    module: str,
+    args: list[str],
+    options: Mapping[str, str | bool],
+    first: Callable[[], None],
+    check: Callable[[int], None],
+) -> int:
+    """As ``echelon run [options] -m module args``.
+
+    first: done once all that was asked for is found right
+    check: called with the number of ranks, where it is known and no plan or server decides what each does
+    """
     from echelon.cli import checked_job
+    from echelon.cli.app import run_command
     from echelon.launcher.run import launch
     from echelon.launcher.schedulers.surroundings import started_elsewhere
 
@@ -35,5 +37,7 @@ def launch_module(module: str, args: list[str], options: Mapping[str, str | bool
         if (code := started_elsewhere(context, first)) is not None:
             return code
         job = checked_job(**context.params)
+    if job.elastic is None and job.roles is None and job.plan is None:
+        check(job.procs * job.nnodes)
     first()
     return launch(job)

@@ -17,6 +17,13 @@ _MAKERS: dict[str, Any] = {"pipeline": pipeline, "replicate": replicate, "split"
 
 def mark(model: nn.Module, entry: Model, request: Request) -> None:
     """Put on ``model`` what the request says of stages and splits."""
+    marks = asked_marks(entry, request)
+    if marks:
+        annotate(model, marks)
+
+
+def asked_marks(entry: Model, request: Request) -> dict[str, list[Any]]:
+    """Return the marks that the request asks for, by the names of modules."""
     marks: dict[str, list[Any]] = {}
     for name, own in [*_split(entry, request["split"]), *_written(request["marks"])]:
         marks.setdefault(name, []).extend(own)
@@ -28,8 +35,7 @@ def mark(model: nn.Module, entry: Model, request: Request) -> None:
         how = pipeline(request["micro_batches"], request["schedule"], stages=stages if stages > 1 else None)
         if not any(type(each).__name__ == "Pipeline" for each in marks.get("", [])):
             marks.setdefault("", []).append(how)
-    if marks:
-        annotate(model, marks)
+    return marks
 
 
 def _split(entry: Model, asked: str | None) -> list[tuple[str, list[Any]]]:

@@ -11,7 +11,8 @@ from echelon.zoo.train.resolve import Resolved
 
 
 def output_directory(resolved: Resolved) -> Path:
-    return Path(resolved["output_dir"] or f"runs/{resolved.model.name.replace(':', '-')}-{resolved.dataset.name}")
+    name = f"{resolved.model.name}-{resolved.dataset.name}".replace(":", "-").replace("/", "-")
+    return Path(resolved["output_dir"] or f"runs/{name}")
 
 
 def forget(directory: Path) -> None:

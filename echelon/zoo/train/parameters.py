@@ -35,7 +35,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_group(
         "job",
         ("runner_name", None, "the model's family; for a check only, since a model's name is enough", str | None),
-        ("model_name", "inception_resnet_v2", "one of 'echelon zoo list', timm:NAME or hf:NAME"),
+        (
+            "model_name",
+            "inception_resnet_v2",
+            "one of 'echelon zoo list', timm:NAME, hf:NAME, or your own file.py:Name",
+        ),
         (
             "task_type",
             "pretrain",
@@ -69,7 +73,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     *_group(
         "dataset",
-        ("dataset_name", "mock", "one of 'echelon zoo list'"),
+        ("dataset_name", "mock", "one of 'echelon zoo list', or your own file.py:Name"),
         ("dataset_dir", None, "a path, or a URL to fetch from", str | None),
         ("file_pattern", None, "which files of dataset_dir", str | None),
         ("num_sample_per_epoch", None, "samples of an epoch; by default all there are", int | None),
@@ -81,7 +85,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         (
             "shuffle_buffer_size",
             1024,
-            "for streams, in samples; data with an index is shuffled as a whole",
+            "for streams, in samples; other data is shuffled as a whole, and a line says so",
         ),
         ("num_parallel_batches", 8, "batches in work at once"),
         ("prefetch_buffer_size", 32, "batches ready ahead, over all workers"),
@@ -94,11 +98,19 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     *_group(
         "model",
-        ("loss_name", "example", "'example': the mean over examples of the task's loss; or label_smoothing"),
+        (
+            "loss_name",
+            "example",
+            "'example': the mean over examples of the task's loss; or label_smoothing; or your own file.py:name",
+        ),
         ("num_epochs", 100, "unless stop_at_step comes first"),
         ("weight_decay", 0.00004, "added to gradients (decoupled for adamw, lamb and lars); not for biases and norms"),
         ("batch_size", 32, "of each replica"),
-        ("hooks", DEFAULT_HOOKS, "by name, separated by commas; others by import path: package.module:Class"),
+        (
+            "hooks",
+            DEFAULT_HOOKS,
+            "by name, separated by commas; others by import path: package.module:Class or file.py:Class",
+        ),
         ("max_gradient_norm", None, "clip gradients to it", float | None),
         ("print_model_statistics", False, "a table of layers: shapes, parameters, multiply-adds"),
     ),
@@ -142,7 +154,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_group(
         "restore",
         ("model_dir", None, "the folder of the weights to begin with", str | None),
-        ("ckpt_file_name", None, "their file or checkpoint in model_dir: ours, .safetensors, .pt, .bin", str | None),
+        (
+            "ckpt_file_name",
+            None,
+            "their file or checkpoint, in model_dir or as a path of its own: ours, .safetensors, .pt, .bin",
+            str | None,
+        ),
         ("model_config_file_name", None, "the model's config.json in model_dir: its sizes", str | None),
         ("vocab_file_name", None, "the vocabulary (vocab.txt) in model_dir", str | None),
     ),
@@ -162,7 +179,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_group(
         "speed",
         ("use_fp16", True, "16-bit arithmetic: bf16 where the GPU has it, else fp16; on a CPU off, and it says so"),
-        ("loss_scale", "1.0", "of fp16: a number, or dynamic"),
+        ("loss_scale", "1.0", "of fp16: a number, or dynamic; bf16 needs none, and a line says so"),
         ("compile", False, "true or false insists; left out, a GPU's run compiles repeated blocks, or the model"),
     ),
 )

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from echelon.zoo.train.parameters import PARAMETERS
+from echelon.record.files import RUN
 from echelon.zoo.train.resolve import DEFAULT, Resolved
 
-WIDTH = 118
 
-
-def resolved_lines(resolved: Resolved) -> list[str]:
-    """Every parameter: those that somebody chose with who did, the others in one paragraph."""
+def resolved_lines(resolved: Resolved, directory: Path) -> list[str]:
+    """Return a line a parameter that was chosen, with who chose it, and one line for those left at their defaults."""
     chosen = {name: value for name, value in resolved.values.items() if value.origin != DEFAULT}
-    width = max((len(name) for name in chosen), default=0)
+    width = max((len(name) for name in [*chosen, *resolved.strategy]), default=0)
     lines = [f"{resolved.model.name} on '{resolved.dataset.name}', task '{resolved.task}'"]
     lines += [f"  {name:<{width}}  {_shown(value.value)}  ({value.origin})" for name, value in chosen.items()]
     lines += [f"  {name:<{width}}  {_shown(value)}  (strategy)" for name, value in resolved.strategy.items()]
-    common = {parameter.name for parameter in PARAMETERS}
-    for title, own in (("common", True), ("of the model and the data set", False)):
-        rest = [
-            f"{name}={_shown(value.value)}"
-            for name, value in resolved.values.items()
-            if name not in chosen and (name in common) is own
-        ]
-        if rest:
-            lines.append(f"  defaults, {title}:")
-            lines += textwrap.wrap(" ".join(rest), WIDTH, initial_indent="    ", subsequent_indent="    ")
-    return lines
+    rest = len(resolved.values) - len(chosen)
+    return [
+        *lines,
+        f"  {rest} others have their defaults: all are in {directory / RUN}, 'echelon train --help' has them",
+    ]
 
 
 def recorded_settings(resolved: Resolved) -> dict[str, tuple[Any, str]]:

@@ -12,7 +12,7 @@ from echelon.strategy import files
 from echelon.strategy.command import put
 from echelon.strict import describe, fits
 from echelon.zoo import registry
-from echelon.zoo.entry import Data, Dataset, Model, Request, Setting
+from echelon.zoo.entry import OWN_RUNNER, Data, Dataset, Model, Request, Setting
 from echelon.zoo.train.parameters import PARAMETERS
 from echelon.zoo.train.words import STRATEGY_OPTIONS, Words
 
@@ -103,6 +103,7 @@ def resolve(words: Words) -> Resolved:
     if resolved.is_asked("num_epochs") and not resolved.is_asked("stop_at_step"):
         values["stop_at_step"] = Value(0, "num_epochs")  # who asks for epochs does not mean the first 100 steps
     _check(resolved)
+    _check_given(resolved, settings)
     return resolved
 
 
@@ -157,7 +158,7 @@ def _chosen(flags: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Model
         raise UsageError(f"there is no runner '{runner}'{nearest(str(runner), registry.RUNNERS)}")
     default = registry.RUNNERS[runner] if runner else _common()["model_name"].default
     model = registry.model(str(asked("model_name") or default))
-    if runner is not None and model.runner != runner:
+    if runner is not None and model.runner not in (runner, OWN_RUNNER):
         raise UsageError(
             f"--runner_name {runner} has no model '{model.name}', which is of runner '{model.runner}'; "
             "leave --runner_name out, the model's name is enough"
@@ -181,6 +182,8 @@ def _typed(settings: Mapping[str, Setting], name: str, given: Any, model: Model,
         )
     kind = settings[name].type
     tried = [given] if not isinstance(given, str) else [_parsed(given, name), given]
+    if kind is list and isinstance(given, str):
+        tried = [_parsed(text, name) for text in (given, f"[{given}]")]
     for value in tried:
         if fits(value, kind):
             return float(value) if kind is float else value
@@ -199,6 +202,12 @@ def _parsed(text: str, name: str) -> Any:
         return text
 
 
+def _check_given(resolved: Resolved, settings: Mapping[str, Setting]) -> None:
+    missing = [name for name, each in settings.items() if each.required and not resolved.is_asked(name)]
+    if missing:
+        raise UsageError(f"--{missing[0]} is missing: {settings[missing[0]].meaning}, which has no default; give it")
+
+
 def _check(resolved: Resolved) -> None:
     """What no data and no device is needed to see."""
     _ = resolved.task
@@ -206,7 +215,9 @@ def _check(resolved: Resolved) -> None:
         value = resolved[name]
         if value is not None and value < least:
             raise UsageError(f"--{name} {value}: must be {least} or more")
-    if resolved["task_type"] == "finetune" and not (resolved["model_dir"] and resolved["ckpt_file_name"]):
+    weights = resolved["ckpt_file_name"]
+    is_found = weights and (resolved["model_dir"] or Path(weights).exists())
+    if resolved["task_type"] == "finetune" and not is_found:
         raise UsageError(
             "--task_type finetune begins with trained weights: give --model_dir and --ckpt_file_name, or pretrain"
         )

@@ -8,7 +8,7 @@ is the command without its launcher: one process, or a rank of torchrun's, srun'
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.data import Loader
-from echelon.data.download import local
 from echelon.errors import UsageError
-from echelon.zoo.datasets.tokens.packing import packing
-from echelon.zoo.entry import Data, Request
+from echelon.zoo.application import let_arrive, open_data, train_loader
+from echelon.zoo.entry import Request
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.hooks import Hooks
-from echelon.zoo.train.input import Waiting, loader_options, train_part
+from echelon.zoo.train.input import Waiting
 from echelon.zoo.train.marking import mark
+from echelon.zoo.train.notices import overruled_decay, unused_shuffle_buffer
 from echelon.zoo.train.optimizers import make_optimizer
 from echelon.zoo.train.output import forget, output_directory
 from echelon.zoo.train.rates import make_schedule, stretch
@@ -32,7 +32,7 @@ from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
 from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, sizes
 from echelon.zoo.train.statistics import show, statistics
 from echelon.zoo.train.stopwatch import Stopwatch
-from echelon.zoo.train.strategies import make_strategy, plans
+from echelon.zoo.train.strategies import make_strategy
 from echelon.zoo.train.words import sort_words
 
 
@@ -96,11 +96,23 @@ class Run:
 
     def _train_epoch(self) -> None:
         for batch in self._waiting.around(self.loader):
-            self._loss = self.engine.step(*batch)
+            self._loss = self._step(batch)
             self._stopwatch.step(self.loader.global_batch)
             self._hooks.after_step(self, self._loss)
             if self._reason is not None:
                 return
+
+    def _step(self, batch: tuple[Any, ...]) -> Tensor:
+        try:
+            return self.engine.step(*batch)
+        except ValueError as error:
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            size = self.request["batch_size"]
+            raise UsageError(
+                f"--batch_size {size}: batch norm needs two values of a channel to learn from, and a batch or "
+                "micro-batch has one; give a larger --batch_size"
+            ) from None
 
     def _conclude(self, speed: float | None) -> None:
         """Judge, save and say it; the last line is for scripts."""
@@ -132,13 +144,8 @@ class Run:
     # ---- building ----
 
     def _resolve(self, resolved: Resolved) -> None:
-        """The data set is opened before the model is built, since it knows how many classes and words there are."""
         resolved = with_sizes(resolved, sizes(resolved.request), str(resolved["model_config_file_name"]))
-        if "://" in (resolved["dataset_dir"] or ""):
-            resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
-        data: Data = resolved.dataset.open(resolved.request)
-        self.data = packing(data, resolved.request, echelon.device(), planned=plans(resolved))
-        self.resolved = resolved.told(self.data)
+        self.resolved, self.data = open_data(resolved)
         self.request: Request = self.resolved.request
 
     def _build(self) -> None:
@@ -146,8 +153,7 @@ class Run:
         model = self.resolved.model.build(request)
         news = self._restored(model)
         mark(model, self.resolved.model, request)
-        if self.data.arrive is not None:
-            model.register_forward_pre_hook(_arriving(self.data.arrive))
+        let_arrive(model, self.data)
         model.to(device)
         strategy, notices = make_strategy(self.resolved, device)
         optimizer = make_optimizer(model, request)
@@ -156,7 +162,7 @@ class Run:
         self._announce()
         self.engine = echelon.distribute(
             model,
-            loss=loss_of(request.task, request["loss_name"]),
+            loss=loss_of(request.task, request["loss_name"], self.resolved.model.loss),
             optimizer=optimizer,
             scheduler=self._schedule,
             strategy=strategy,
@@ -165,7 +171,7 @@ class Run:
             log=self._log(),
         )
         self.engine.record.settings(recorded_settings(self.resolved))
-        for line in (*news, *notices):
+        for line in (*news, *notices, *overruled_decay(self.resolved)):
             self.say(line)
 
     def _restored(self, model: nn.Module) -> list[str]:
@@ -179,7 +185,7 @@ class Run:
         """Said before the engine is made: it goes on from a checkpoint, and says so after this."""
         if not echelon.is_first_worker():
             return
-        for line in (*resolved_lines(self.resolved), f"  data: {self.data.about}"):
+        for line in (*resolved_lines(self.resolved, self.directory), f"  data: {self.data.about}"):
             print(f"echelon: {line}", flush=True)
         if self.request["print_model_statistics"]:
             rows = getattr(self.data.train, "padded", self.data.train)  # two packed ones are mostly filling
@@ -198,23 +204,16 @@ class Run:
         )
 
     def _load(self) -> Loader:
-        request, place = self.request, self.engine.world.place
-        options = loader_options(request, self.data, place.local_world_size)
-        loader = self.engine.loader(train_part(request, self.data), batch_size=request["batch_size"], **options)
+        for line in unused_shuffle_buffer(self.resolved, self.data.train):
+            self.say(line)
+        loader = train_loader(self.engine, self.request, self.data, self.request["batch_size"])
         self._waiting = Waiting()
-        loader.epochs(request["num_epochs"])  # so that it knows how many steps there are
+        loader.epochs(self.request["num_epochs"])  # so that it knows how many steps there are
         return loader
 
     def _steps_per_epoch(self) -> int | None:
         whole = self.loader.total_steps
         return None if whole is None else whole // int(self.request["num_epochs"])
-
-
-def _arriving(arrive: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[nn.Module, Any], Any]:
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return arrive(inputs)
-
-    return hook
 
 
 def main() -> None:

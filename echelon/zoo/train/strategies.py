@@ -11,6 +11,7 @@ import torch
 from echelon.environment import PLAN
 from echelon.errors import UsageError
 from echelon.strategy import Shard, Strategy
+from echelon.zoo.train.notices import unused_loss_scale
 from echelon.zoo.train.resolve import Resolved
 
 
@@ -43,9 +44,27 @@ def _values(resolved: Resolved) -> dict[str, Any]:
     if resolved.is_asked("compile"):
         fast = values.get("fast")
         values["fast"] = {**(fast if isinstance(fast, Mapping) else {}), "compile": resolved["compile"]}
+    if (scale := _asked_scale(resolved)) is not None and _is_fp16(values.get("amp")):
+        values["amp"] = _scaled(values["amp"], scale)
     if values.get("recompute") is True and resolved.model.recompute:
         values["recompute"] = {"checkpoints": list(resolved.model.recompute)}
     return values
+
+
+def _asked_scale(resolved: Resolved) -> str | None:
+    return str(resolved["loss_scale"]) if resolved.is_asked("loss_scale") else None
+
+
+def _is_fp16(amp: Any) -> bool:
+    return amp == "fp16" or (isinstance(amp, Mapping) and amp.get("dtype") == "fp16")
+
+
+def _scaled(amp: Any, scale: str) -> dict[str, Any]:
+    """Return amp with ``--loss_scale``."""
+    settings = dict(amp) if isinstance(amp, Mapping) else {"dtype": amp}
+    if settings.get("loss_scale") is not None:
+        raise UsageError("--loss_scale and --amp.loss_scale are one thing; give one of them")
+    return {**settings, "loss_scale": scale if scale == "dynamic" else float(scale)}
 
 
 def _is_only_advised(resolved: Resolved) -> bool:
@@ -60,6 +79,11 @@ def plans(resolved: Resolved) -> bool:
 
 def make_strategy(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
     """The strategy, and what is to be said about it."""
+    strategy, notices = _made(resolved, device)
+    return strategy, [*notices, *unused_loss_scale(resolved, strategy)]
+
+
+def _made(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
     values, notices = _values(resolved), list[str]()
     asked = asked_strategy(resolved)
     if resolved["max_gradient_norm"] is not None and asked.clip is None:

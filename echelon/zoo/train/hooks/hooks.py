@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon.checkpoint.settings import Checkpoint
 from echelon.errors import EchelonError, UsageError
-from echelon.keep import Checkpoint
 from echelon.watch import Log
 from echelon.zoo.entry import Request
 from echelon.zoo.train.hooks.evaluation import EvaluationHook

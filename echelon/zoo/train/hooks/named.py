@@ -35,10 +35,15 @@ IMPLIED = {
 
 def named_hooks(request: Request) -> dict[str, Hook]:
     """The hooks of a run by name, in order; evaluation goes first, since others look at what it finds."""
-    asked = [word.strip() for word in request["hooks"].split(",") if word.strip()]
+    asked = [_in_our_case(word.strip()) for word in request["hooks"].split(",") if word.strip()]
     asked += [hook for parameter, hook in IMPLIED.items() if steps_of(request, parameter)]
     names = sorted(dict.fromkeys(asked), key=lambda name: name != "EvaluationHook")
     return {name: _made(name) for name in names}
+
+
+def _in_our_case(name: str) -> str:
+    """Return the hook's name as it is written; users may write it in any case."""
+    return next((known for known in HOOKS if known.lower() == name.lower()), name)
 
 
 def _made(name: str) -> Hook:

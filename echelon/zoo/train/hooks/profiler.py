@@ -30,11 +30,8 @@ class ProfilerHook(Hook):
     def begin(self, run: Run) -> None:
         self._every = steps_of(run.request, "profile_every_n_iters")
         self._rank: int | None = run.request["profile_at_task"]
-        ranks = run.engine.world.size
-        if self._every and self._rank is not None and not 0 <= self._rank < ranks:
-            raise UsageError(
-                f"--profile_at_task {self._rank}: this job has {ranks} ranks; give one from 0 to {ranks - 1}"
-            )
+        if self._every:
+            check_profiled_rank(self._rank, run.engine.world.size)
         self._start_in_time(run)
 
     def after_step(self, run: Run, loss: Tensor) -> None:
@@ -82,6 +79,12 @@ class ProfilerHook(Hook):
             _write(self._running, path)
             self._running = None
         run.say(f"step {self._step}: timeline of rank {self._rank} in {path}")
+
+
+def check_profiled_rank(rank: int | None, ranks: int) -> None:
+    """Refuse a rank that the job does not have."""
+    if rank is not None and not 0 <= rank < ranks:
+        raise UsageError(f"--profile_at_task {rank}: this job has {ranks} ranks; give one from 0 to {ranks - 1}")
 
 
 def _write(profiled: profile, path: Path) -> None:

@@ -11,15 +11,30 @@ _SHOWN = 8  # of a folder's files, in a message
 
 
 def named_file(request: Request, parameter: str, others: tuple[str, ...] = ()) -> Path:
-    """What ``parameter`` names in ``model_dir``, or the same with one of ``others`` at its end."""
-    folder = folder_of(request, parameter)
+    """Return what ``parameter`` names: a path below ``model_dir``, or one that is whole by itself.
+
+    others: endings that may be left out
+    """
     name = request[parameter]
+    if (whole := _whole_path(request, name, others)) is not None:
+        return whole
+    folder = folder_of(request, parameter)
     if not name:
         raise UsageError(f"--task_type {request['task_type']} needs --{parameter}; '{folder}' holds {inside(folder)}")
     for path in (folder / f"{name}{end}" for end in ("", *others)):
         if path.exists():
             return path
     raise UsageError(f"--{parameter}: there is no '{name}' in '{folder}'; it holds {inside(folder)}")
+
+
+def _whole_path(request: Request, name: str | None, others: tuple[str, ...]) -> Path | None:
+    """Return a path that exists as it was given, where ``model_dir`` has none of that name."""
+    if not name:
+        return None
+    ends = ("", *others)
+    below = request["model_dir"] and any((Path(request["model_dir"]) / f"{name}{end}").exists() for end in ends)
+    found = [Path(f"{name}{end}") for end in ends if Path(f"{name}{end}").exists()]
+    return found[0] if found and not below else None
 
 
 def folder_of(request: Request, parameter: str) -> Path:

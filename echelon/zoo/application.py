@@ -1,0 +1,142 @@
+"""A model of the zoo with its loss, its recompute checkpoints and its loader, for training loops of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import echelon
+from echelon.data import Loader
+from echelon.data.download import local
+from echelon.errors import UsageError
+from echelon.zoo.datasets.tokens.packing import packing
+from echelon.zoo.entry import Data, Request
+from echelon.zoo.registry import all_datasets
+from echelon.zoo.tasks import TASKS, loss_of
+from echelon.zoo.train.input import loader_options, train_part
+from echelon.zoo.train.optimizers import make_optimizer
+from echelon.zoo.train.resolve import Resolved, resolve
+from echelon.zoo.train.strategies import plans
+from echelon.zoo.train.words import STRATEGY_OPTIONS, Words
+
+if TYPE_CHECKING:
+    from echelon.engine import Engine
+
+#: The data set that a folder is read as, by what is learned, where no ``dataset_name`` is given.
+READ_AS = {
+    "classify_images": "image_folder",
+    "masked_lm": "masked_lm",
+    "language_model": "text",
+    "translate": "pairs",
+    "answer_span": "squad",
+    "classify_text": "glue",
+    "word_pairs": "word_pairs",
+}
+
+
+@dataclass(frozen=True)
+class Application:
+    """A model of the zoo, ready for ``echelon.distribute``.
+
+    model:       on this process's device
+    loss:        of the model's output and the target, the mean over examples
+    checkpoints: names of the modules whose outputs recompute keeps, for ``Recompute(checkpoints=...)``
+    metrics:     by name, for ``engine.evaluate``
+    data:        the data set; ``data.test`` is what ``engine.evaluate`` takes
+    request:     every parameter of ``echelon train`` by name, with its value
+    """
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    checkpoints: tuple[str, ...] | Literal["auto"]
+    metrics: Mapping[str, Any]
+    data: Data
+    request: Request
+
+    def loader(
+        self, engine: Engine, *, batch_size: int | None = None, global_batch: int | None = None, **options: Any
+    ) -> Loader:
+        """Return this rank's share of the training data, as ``engine.loader`` does.
+
+        batch_size: of each replica; as the model advises where neither it nor ``global_batch`` is given
+        options:    of ``engine.loader``, over those that the data set needs
+        """
+        if batch_size is None and global_batch is None:
+            batch_size = self.request["batch_size"]
+        return train_loader(engine, self.request, self.data, batch_size, global_batch, **options)
+
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer that the parameters ask for: the model's own advice, unless ``load`` was told more."""
+        return make_optimizer(self.model, self.request)
+
+
+def load(name: str, **parameters: Any) -> Application:
+    """Make a model of the zoo with its data, after ``echelon.init()``.
+
+    name:       one of ``echelon zoo list``, or timm:NAME, hf:NAME
+    parameters: those of ``echelon train``, by name: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
+                Without dataset_dir and dataset_name the data is made up.
+    """
+    for given in parameters:
+        if given in STRATEGY_OPTIONS:
+            raise UsageError(f"load({given}=...): it belongs to the strategy; write distribute(strategy=Strategy(...))")
+    resolved = resolve(Words(run=_words({"model_name": name, **parameters})))
+    if resolved["dataset_dir"] and not resolved.is_asked("dataset_name"):
+        found = _read_as(resolved)
+        resolved = resolve(Words(run=_words({"model_name": name, **parameters, "dataset_name": found})))
+    resolved, data = open_data(resolved)
+    model = resolved.model.build(resolved.request)
+    let_arrive(model, data)
+    return Application(
+        model=model.to(echelon.device()),
+        loss=loss_of(resolved.request.task, resolved["loss_name"], resolved.model.loss),
+        checkpoints=resolved.model.recompute or "auto",
+        metrics=TASKS[resolved.request.task].metrics,
+        data=data,
+        request=resolved.request,
+    )
+
+
+def open_data(resolved: Resolved) -> tuple[Resolved, Data]:
+    """Open the data set, before the model is built: it knows how many classes and words there are."""
+    if "://" in (resolved["dataset_dir"] or ""):
+        resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
+    data = packing(resolved.dataset.open(resolved.request), resolved.request, echelon.device(), planned=plans(resolved))
+    return resolved.told(data), data
+
+
+def let_arrive(model: nn.Module, data: Data) -> None:
+    """Apply what the data set does to inputs on the device: images travel as bytes and become floats there."""
+    arrive = data.arrive
+    if arrive is not None:
+        model.register_forward_pre_hook(lambda module, inputs: arrive(inputs))
+
+
+def train_loader(
+    engine: Engine, request: Request, data: Data, batch_size: int | None, global_batch: int | None = None, **more: Any
+) -> Loader:
+    """Return the loader of the training part, with the input parameters of the request and ``more`` on top."""
+    options = loader_options(request, data, engine.world.place.local_world_size)
+    sizes = {"batch_size": batch_size, "global_batch": global_batch}
+    return engine.loader(train_part(request, data), **sizes, **{**options, **more})
+
+
+def _words(parameters: Mapping[str, Any]) -> dict[str, str | bool]:
+    return {name: value if value is True else str(value) for name, value in parameters.items() if value is not None}
+
+
+def _read_as(resolved: Resolved) -> str:
+    """Return the data set for a folder of which only the place is known."""
+    able = resolved.model.tasks[resolved["task_type"]]
+    found = next((READ_AS[task] for task in able if task in READ_AS), None)
+    if found is None:
+        fitting = [each.name for each in all_datasets().values() if not set(each.tasks).isdisjoint(able)]
+        raise UsageError(
+            f"load('{resolved.model.name}', dataset_dir=...): say how the folder is read, by dataset_name, one of "
+            f"{', '.join(sorted(fitting))}"
+        )
+    return found

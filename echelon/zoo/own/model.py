@@ -1,0 +1,38 @@
+"""A model of the user, as an entry of the zoo."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from echelon.errors import UsageError
+from echelon.zoo.entry import OWN_RUNNER, Model, Request
+from echelon.zoo.own.arguments import read_arguments
+from echelon.zoo.own.loss import loss_of_class
+from echelon.zoo.own.place import declared_tasks, found_at, short_name
+from echelon.zoo.tasks import OWN
+
+
+def own_model(place: str) -> Model:
+    """Return the entry of ``file.py:Name``: a class or function that makes a module, or a ``zoo.Model``."""
+    found = found_at(place, "--model_name")
+    if isinstance(found, Model):
+        return found
+    arguments, loss = read_arguments(found, place), loss_of_class(found, place)
+    tasks = declared_tasks(found, place, first=OWN if loss else "classify")
+
+    def build(request: Request) -> nn.Module:
+        network = arguments.call(request)
+        if not isinstance(network, nn.Module):
+            raise UsageError(f"--model_name {place}: gave {type(network).__name__}; it must make a torch.nn.Module")
+        return network
+
+    return Model(
+        name=short_name(place),
+        runner=OWN_RUNNER,
+        build=build,
+        tasks={"pretrain": tasks, "finetune": tasks},
+        about=f"your own, of {place}",
+        settings=arguments.settings,
+        defaults=arguments.defaults,
+        loss=loss,
+    )
