@@ -4,6 +4,8 @@ import sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+#: Modules that are used by their names: ``echelon.nn.SparseEmbedding``.
+_PUBLIC_MODULES = ("data", "errors", "footprint", "nn", "optim", "plan", "ps", "strategy", "timeline", "world", "zoo")
 
 if TYPE_CHECKING:
     from echelon.public import *  # noqa: F403
@@ -24,7 +26,17 @@ else:
             public = import_module("echelon.public")
             if hasattr(public, name):
                 return globals().setdefault(name, getattr(public, name))
-        raise AttributeError(f"module 'echelon' has no attribute '{name}'")
+        raise AttributeError(f"module 'echelon' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        """Return the public names, which are read from the source: importing them would import torch."""
+        import ast
+        from pathlib import Path
+
+        tree = ast.parse(Path(__file__).with_name("public.py").read_text(encoding="utf-8"))
+        listed = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+        own = [name for name in globals() if name.startswith("__")]
+        return sorted({*ast.literal_eval(listed[0]), *_PUBLIC_MODULES, *own})
 
 
 if "torch" in sys.modules:  # before an optimizer is made, where that can still be

@@ -31,6 +31,11 @@ def count(amount: float) -> str:
     return _scaled(amount, {"": 1.0, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}).strip()
 
 
+def things(number: int, thing: str) -> str:
+    """Return a number of things in words: ``1 server``, ``2 servers``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def rate(amount: float) -> str:
     return _digits(amount)
 

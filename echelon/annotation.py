@@ -30,19 +30,40 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def replicate() -> Replicate:
-    """Every device has this part whole, with a batch of its own."""
+    """Keep this part whole on every device, with a batch of its own; a scope, or a mark for ``annotate``.
+
+    >>> echelon.annotate(model, {"head": echelon.split(), "encoder": echelon.replicate()})
+    """
     return Replicate()
 
 
 def split(
     how: How = "auto", *, gather: bool = True, sequence: bool = False, weights: Sequence[float] | None = None
 ) -> Split:
-    """This part's weights are cut over the devices of the split axis; see ``echelon.marks.Split``."""
+    """Cut this part's weights over the devices of a slice (tensor parallelism); a scope, or a mark for ``annotate``.
+
+    how:      "column" cuts a Linear's outputs, "row" its inputs, "sequence" leaves weights whole and cuts dimension 1
+              of the activations; "auto" does what fits the module: Linear by columns, Embedding over the vocabulary,
+              Conv2d by output channels, attention by heads, a block as a whole
+    gather:   whether each rank gets the whole output; False hands on its part as a plain tensor
+    sequence: whether a block also cuts the activations between its split layers, along dimension 1 (sequence
+              parallelism)
+    weights:  relative widths of the shards, [2, 1] for a device that is twice as fast; by default all alike
+
+    >>> with echelon.split():
+    ...     self.head = torch.nn.Linear(2048, 1_000_000)
+    >>> echelon.annotate(model, {"layers.*.up": echelon.split("column"), "layers.*.down": echelon.split("row")})
+    """
     return Split(how=how, gather=gather, sequence=sequence, weights=_tuple(weights))
 
 
 def stage(index: int | None = None) -> Stage | NextStage:
-    """This part runs in stage ``index``; as a scope inside ``pipeline()``, by default in the next one."""
+    """Run this part in one stage of the pipeline; a scope inside ``pipeline()``, or a mark for ``annotate``.
+
+    index: number of the stage, from 0; a scope counts by itself, and takes the next one
+
+    >>> echelon.annotate(model, {"layers.0-11": echelon.stage(0), "layers.12-23": echelon.stage(1)})
+    """
     return NextStage() if index is None else Stage(index=index)
 
 
@@ -53,7 +74,19 @@ def pipeline(
     weights: Sequence[float] | None = None,
     dynamic_shapes: bool = False,
 ) -> Pipeline:
-    """The stages inside form a pipeline; see ``echelon.marks.Pipeline``."""
+    """Run the stages inside as a pipeline (pipeline parallelism); a scope around them, or the mark of the whole model.
+
+    micro_batches:  parts into which a batch is cut; more of them leave stages less idle
+    schedule:       order of forward and backward passes: "1f1b", "gpipe", "interleaved" or "zero-bubble"
+    stages:         number of stages into which a model without ``stage()`` marks is cut, by cost
+    weights:        relative speeds of the stages' devices: a faster one gets more of the model
+    dynamic_shapes: whether micro-batches differ in more than their number of samples
+
+    >>> with echelon.pipeline(micro_batches=8):
+    ...     with echelon.stage(): self.lower = Encoder(0, 12)
+    ...     with echelon.stage(): self.upper = Encoder(12, 24)
+    >>> echelon.annotate(model, {"": echelon.pipeline(stages=2)})
+    """
     return Pipeline(
         micro_batches=micro_batches,
         schedule=schedule,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.annotation import Marks
+from echelon.device_placement import Held, placement_table
 from echelon.fast.lines import lines
 from echelon.parallel.update import parameters_of
 from echelon.plan import Plan
-from echelon.slices import placement_table
 from echelon.world import World
 
 
@@ -24,14 +24,18 @@ def announcement(
     held: Mapping[str, Tensor],
     optimizers: Mapping[str, torch.optim.Optimizer],
     statistics: bool,
+    separate: str | None = None,
 ) -> Iterator[str]:
     """All of it.
 
     held:       what is in place of some of the model's parameters
     statistics: replicas each have batch-norm statistics of their own
+    separate:   the processes of a job whose workers know of one another through servers only; the plan's mesh is then
+                this worker's alone
     """
-    yield f"{world.size} x {world.device.type} ({world.backend}), {world.place.launcher}"
-    yield from plan.describe().splitlines()
+    processes = separate or f"{world.size} x {world.device.type} ({world.backend})"
+    yield f"{processes}, {world.place.launcher}"
+    yield from plan.describe().splitlines()[bool(separate) :]
     yield from lines(plan.fast)
     yield from notices
     if statistics:
@@ -48,7 +52,18 @@ def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[in
         yield f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ..."
 
 
-def placement(plan: Plan, marks: Marks, ranks_per_host: int) -> list[str]:
-    """Which devices each marked module is on."""
-    marked = dataclasses.replace(marks, units=plan.stages.units if plan.stages else {})
-    return placement_table(marked, plan.mesh, plan.order, ranks_per_host)
+def placement(plan: Plan, marks: Marks, ranks_per_host: int, cut: Collection[str]) -> list[str]:
+    """Return which devices hold which part of the model; ``cut``: parameters that splitting has cut."""
+    units, splits = plan.stages.units if plan.stages else {}, plan.splits or marks.splits
+    holders = plan.stages.holders if plan.stages else {}
+    held = Held({p.name: holders.get(p.name, ()) for p in plan.model}, cut, _shared(plan))
+    shown = dataclasses.replace(marks, units=units, splits=splits)
+    return placement_table(shown, plan.mesh, plan.order, ranks_per_host, held)
+
+
+def _shared(plan: Plan) -> str:
+    parts = plan.mesh.get("replicate", 1)
+    if plan.shard is None or parts == 1:
+        return ""
+    what = {1: "optimizer state ", 2: "gradients and optimizer state ", 3: ""}[plan.shard.level]
+    return f"{what}in {parts} parts (shard {plan.shard.level})"

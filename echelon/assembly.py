@@ -6,7 +6,7 @@ share batch-norm statistics, recompute, shard, then the optimizers and what redu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +19,22 @@ from echelon.marks import within
 from echelon.nn.moe import MoE
 from echelon.objective import Objective
 from echelon.parallel.agree import agree
-from echelon.parallel.batch_norm import synchronize
 from echelon.parallel.clip import Census
 from echelon.parallel.collective import gather_json
+from echelon.parallel.company import Company
 from echelon.parallel.dgc import make_peers
 from echelon.parallel.gradients import AddsUp, Gradients, Reduces
 from echelon.parallel.grid import Grid
-from echelon.parallel.groups import Groups
 from echelon.parallel.holdings import Addend, Holdings, grouped_names, held_parameters
 from echelon.parallel.layout import Layout
 from echelon.parallel.local import LocalSteps
 from echelon.parallel.norms import add_up_norms
+from echelon.parallel.parts_guard import guard_parts
 from echelon.parallel.precision import Scaler
 from echelon.parallel.recompute import apply_recompute
 from echelon.parallel.reduce import Carriers, Reducer
+from echelon.parallel.shared_norms import synchronize
+from echelon.parallel.step_reach import check_reach
 from echelon.parallel.succession import successors
 from echelon.parallel.ties import Ties
 from echelon.plan import Plan
@@ -69,11 +71,13 @@ class Parts:
     local: LocalSteps | None
     staged: Staged | MicroBatches | None
     shards: Shards | None
+    remarks: list[str] = field(default_factory=list)  # what the user may not expect
+    cut: Collection[str] = ()  # parameters of all stages that are split
 
 
 def assemble(
     world: World,
-    groups: Groups,
+    company: Company,
     grid: Grid,
     model: nn.Module,
     objective: Objective,
@@ -87,14 +91,16 @@ def assemble(
     stages = _record(plan, marks, objective, model, batch)
     _let_go(stages, model, given, grid)
     applied = _split(plan, model, stages, grid)
+    remarks = check_reach(plan, given, model, applied.layouts)
     _cut_state(model, given, applied)
+    cut: Collection[str] = ()
     if plan.in_parts:
         assert world.control is not None
         known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
         cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
         plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
         agree(plan, world.control)
-    _change_modules(world, plan, model, grid)
+    _change_modules(world, company, plan, model, grid)
     parameters = held_parameters(model)
     carriers = _carriers(plan, grid)
     shards = _shard(world, plan, model, parameters, applied, given, grid)
@@ -110,7 +116,7 @@ def assemble(
         counted=frozenset(counted),
         speaks=frozenset(counted | _spoken_buffers(plan, model, grid)),
     )
-    peers = make_peers(plan, world, groups) if plan.dgc else None
+    peers = make_peers(plan, world, company.groups) if plan.dgc else None
     optimizers = successors(plan, given, held, peers)
     add_up_norms(optimizers, holdings, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
     scaler = Scaler(plan.amp)
@@ -130,17 +136,20 @@ def assemble(
         reducers = {key: Reducer(plan, key, parameters, carriers, grid.at["stage"], within) for key in optimizers}
     gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums)
     staged = _staged(world, plan, model, objective, grid)
-    return Parts(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards)
+    guard_parts(plan, model)
+    return Parts(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, remarks, cut)
 
 
 def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, batch: Any) -> Recording | None:
     if plan.mesh.get("stage", 1) == 1:
         return None
     from echelon.parallel.pipeline.train import micro_batches
+    from echelon.plan.called import refuse_scripted
     from echelon.plan.cut import balance_stages
     from echelon.plan.record import record
 
     assert plan.pipeline is not None
+    refuse_scripted(model)
     sample = micro_batches(batch, plan.pipeline.micro_batches)[0].batch
     units = marks.units or (plan.stages.units if plan.stages else {})
     if not units:
@@ -212,16 +221,29 @@ def hosted_stages(stages: Recording, grid: Grid) -> list[int]:
     return list(range(grid.at["stage"], 1 + max(stages.units.values()), grid.size("stage")))
 
 
-def _change_modules(world: World, plan: Plan, model: nn.Module, grid: Grid) -> None:
+def _change_modules(world: World, company: Company, plan: Plan, model: nn.Module, grid: Grid) -> None:
     here = _here(model, plan.stages, grid)
     _count_experts_together(plan, model, grid, here)
     shared = grid.new_group(*plan.data_axes)
     if plan.sync_batch_norm and shared is not None:
-        synchronize(model, filter(here, plan.sync_batch_norm), shared)
+        company.remarks.extend(_norms_between_stages(plan))
+        synchronize(model, filter(here, plan.sync_batch_norm), shared, company.attend, company.remarks.append)
     if plan.recompute or plan.chains:
         together = grid.control("replicate", "split") if plan.in_parts else world.control
         segments, chains = recomputed_here(plan, grid)
         apply_recompute(model, segments, chains, offload=plan.offload, group=together)
+
+
+def _norms_between_stages(plan: Plan) -> Iterator[str]:
+    """Yield a line for each module that holds stages and calls batch norm itself: no rank runs it as a whole."""
+    units = plan.stages.units if plan.stages else {}
+    for name in plan.sync_batch_norm:
+        if any(unit != name and within(unit, name) for unit in units):
+            where = f"'{name}'" if name else "the model"
+            yield (
+                f"batch norm: forward of {where} calls F.batch_norm outside of any stage; "
+                "its statistics stay those of each replica: move the call into a module with a stage"
+            )
 
 
 def recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:

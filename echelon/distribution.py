@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,26 @@ from torch import nn
 
 from echelon import world as worlds
 from echelon.annotation import Marks, collect
+from echelon.arguments import Optimizers, as_checkpoint, check_types, name_optimizers, sort_given
+from echelon.checkpoint.settings import Checkpoint
 from echelon.elastic import Elastic, fitted, rule_in_force
 from echelon.engine import Engine
 from echelon.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
 from echelon.errors import UsageError, nearest
-from echelon.fast.look import quickened
-from echelon.keep import Checkpoint, Scheduler
+from echelon.fast.decide import OFF
+from echelon.fast.look import asked_of, quickened
 from echelon.nn import SparseEmbedding
 from echelon.objective import LossFunction, as_batch
 from echelon.parallel.groups import Groups
+from echelon.parallel.shared_norms import make_local
+from echelon.parallel.wrapped import unwrap
 from echelon.plan import Plan, make_plan
 from echelon.planner.run.auto import Choosing, find_saved, origin_of, refuse_company
 from echelon.planner.run.saved import SavedPlan
 from echelon.planner.run.trial import find_trial
+from echelon.preconditions import check_model, check_optimizers
 from echelon.record.describe import strategy_settings
+from echelon.schedules import AnyScheduler, listed
 from echelon.slices import Slices
 from echelon.slices import current as current_cluster
 from echelon.strategy import Auto, ParameterServer, Strategy
@@ -40,48 +46,63 @@ if TYPE_CHECKING:
     from echelon.ps.served import Served
     from echelon.verify.witness import Witness
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
-
 
 def distribute(
     model: nn.Module,
-    *,
-    optimizer: Optimizers,
+    *given: Optimizers | Callable[..., Any] | Strategy | None,
+    optimizer: Optimizers | None = None,
     loss: LossFunction | None = None,
-    scheduler: Scheduler | Sequence[Scheduler] | None = None,
+    scheduler: AnyScheduler | Sequence[AnyScheduler] | None = None,
     strategy: Strategy | None = None,
     plan: Plan | SavedPlan | str | Path | None = None,
     cluster: Slices | None = None,
     sample: Any = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
     elastic: Elastic | None = None,
     log: Log | None = None,
     **unknown: Any,
 ) -> Engine:
     """Spread ``model`` over the processes of the job and return the engine that trains it.
 
-    loss:       called as ``loss(output, target)``; ``None`` when the model returns its own loss
+    model:      the torch module, the same on every process
+    given:      optimizer, loss and strategy may come without their names, in any order: their types tell them apart
     optimizer:  one, or several as a list or a dict (then the loop is yours: ``backward`` and ``update``)
-    scheduler:  stepped once after every optimizer step
+    loss:       called as ``loss(output, target)``; ``None`` when the model returns its own loss
+    scheduler:  stepped once after every optimizer step; ``echelon.per_epoch(scheduler)``, after every epoch
+    strategy:   an ``echelon.Strategy``: sharding, mixed precision, gradient accumulation and more; by default plain
+                data parallelism with the fast path
     plan:       a Plan to run instead of the one made from ``strategy``; or a saved plan, or the path of one
     cluster:    which devices make up one copy of a model with marks; all of them, by default
     sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch; with
                 ``auto`` the plan is found with it
-    checkpoint: where and how often to save by itself; training resumes from there with the same command
+    checkpoint: where and how often to save by itself; training resumes from there with the same command. A path alone
+                is ``Checkpoint(dir=path)``
     elastic:    what becomes of batch and learning rate when training goes on with another number of ranks; by default
                 it applies where the launcher lets hosts come and go (docs/elastic.md)
-    """
-    if PLAN_ONLY in os.environ:
-        from echelon.planner.explain.script import listen
+    log:        an ``echelon.Log``: what the console shows and which files are written; by default a line per ten steps
 
-        said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
-        return listen(model, optimizer=optimizer, loss=loss, **said)  # type: ignore[no-any-return]
-    world = worlds.current()
+    >>> engine = echelon.distribute(model, optimizer, loss=F.cross_entropy, strategy=echelon.Strategy(shard=1))
+    >>> for x, y in engine.loader(dataset, global_batch=64):
+    ...     loss = engine.step(x, y)  # forward, backward and the optimizer's step
+    """
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
+    optimizer, loss, strategy = sort_given(given, optimizer=optimizer, loss=loss, strategy=strategy)
+    check_types(model, optimizer, loss, strategy, plan, cluster, elastic, log)
+    checkpoint = as_checkpoint(checkpoint)
+    model, unwrapped = unwrap(model)
+    if PLAN_ONLY in os.environ:
+        from echelon.planner.explain.planning_engine import listen
+
+        said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
+        return listen(model, optimizer=optimizer, loss=loss, scheduler=scheduler, **said)  # type: ignore[no-any-return]
+    world = worlds.current()
+    check_model(model)
     model.to(world.device)
+    make_local(model)
     witness, trial = _witness(model, strategy), find_trial()
-    optimizers, asked = _named(optimizer), strategy or Strategy()
+    optimizers, asked = name_optimizers(optimizer), strategy or Strategy()
+    check_optimizers(optimizers)
     served = _served(model, asked, optimizers, world)
     world = _world_of(served, world)
     terms = Terms(asked, collect(model), plan, cluster, elastic)
@@ -91,13 +112,13 @@ def distribute(
         checkpoint, log = None, Log(console=False)
     choosing = _choosing(settled, world, model, loss, optimizers)
     engine = Engine(
-        *(world, Groups(world.backend), model, loss, optimizers, _listed(scheduler), settled.plan, settled.marks),
+        *(world, Groups(world.backend), model, loss, optimizers, listed(scheduler), settled.plan, settled.marks),
         *(checkpoint, log or Log(), served, choosing, settled.rule, trial),
     )
     engine.record.settings(strategy_settings(settled.strategy))
     report(world)
-    if settled.reshaped is not None:
-        engine.say(settled.reshaped)
+    for line in filter(None, (unwrapped, settled.reshaped)):
+        engine.say(line)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
     _begin(engine, choosing, settled, terms.plan, batch)
     engine.resume()
@@ -108,7 +129,7 @@ def distribute(
     return engine if witness is None else witness.attend(engine)
 
 
-_OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("unknown", "return"))
+_OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("given", "unknown", "return"))
 
 
 @dataclass(frozen=True)
@@ -157,7 +178,7 @@ def _choosing(
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> Choosing:
     auto = _described(settled.strategy.part(Auto), settled.rule, world.size)
-    return Choosing(auto, world, model, loss, optimizers, settled.strategy.fast is not False)
+    return Choosing(auto, world, model, loss, optimizers, asked_of(settled.strategy) is not OFF)
 
 
 def _begin(engine: Engine, choosing: Choosing, settled: Settled, given: Any, batch: Any) -> None:
@@ -234,24 +255,6 @@ def _world_of(served: Served | None, world: World) -> World:
         alone = dataclasses.replace(world.place, rank=0, world_size=1, local_rank=0, local_world_size=1)
         return dataclasses.replace(world, place=alone)
     return worlds.bind()
-
-
-def _named(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
-    if isinstance(given, torch.optim.Optimizer):
-        return {"main": given}
-    named = dict(given) if isinstance(given, Mapping) else {str(i): item for i, item in enumerate(given)}
-    wrong = next((item for item in named.values() if not isinstance(item, torch.optim.Optimizer)), None)
-    if wrong is not None or not named:
-        raise UsageError(f"optimizer= takes torch optimizers, got {type(wrong or given).__name__}")
-    return named
-
-
-def _listed(scheduler: Scheduler | Sequence[Scheduler] | None) -> list[Scheduler]:
-    listed = [] if scheduler is None else list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
-    for item in listed:
-        if isinstance(item, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise UsageError("ReduceLROnPlateau steps on a metric, not on a step; call its step(metric) yourself")
-    return listed
 
 
 def _checked(given: Plan, made: Plan) -> Plan:

@@ -1,7 +1,8 @@
 """Where this process stands in the job, read from whichever launcher started it.
 
 One home for every name of an environment variable. The first launcher whose variables are present wins:
-``echelon run`` and ``torchrun`` (RANK ...), Slurm's ``srun``, Open MPI's ``mpirun``; with none, one process.
+``echelon run`` and ``torchrun`` (RANK ...), Slurm's ``srun``, Open MPI's ``mpirun``; with none, one process, or
+a trainer that was announced by its endpoint (echelon/trainers.py).
 """
 
 from __future__ import annotations
@@ -69,8 +70,15 @@ LEAVE_MARK = "ECHELON_LEAVE_MARK"
 STALL = "ECHELON_STALL"
 #: Set where the launcher judges who is late; else rank 0 does.
 STALL_JUDGE = "ECHELON_STALL_JUDGE"
+#: Seconds of waiting for another process at the start before a line names it; the directory in which processes leave
+#: such lines for the console of their launcher.
+WAIT_NOTICE, WAIT_LINES = "ECHELON_WAIT_NOTICE", "ECHELON_WAIT_LINES"
 #: Set to 1: ranks compare their calls in every step, not in the first ones only.
 CHECK = "ECHELON_CHECK"
+#: Set to 0: the fast path is off for strategies that do not mention it.
+FAST = "ECHELON_FAST"
+#: Set to 1: errors are shown with their whole traceback, not in one line or without frames of echelon.
+TRACEBACK = "ECHELON_TRACEBACK"
 #: The steps whose timeline is recorded: ``5:10``, or ``auto``; see echelon/timeline.
 TIMELINE = "ECHELON_TIMELINE"
 #: The file in which the ranks of ``echelon doctor`` leave, for its command, how many things are wrong.
@@ -90,7 +98,10 @@ KUBERNETES = "KUBERNETES_SERVICE_HOST"
 
 @dataclass(frozen=True)
 class Place:
-    """This process's coordinates in the job."""
+    """This process's coordinates in the job.
+
+    endpoints: ``host:port`` of every rank, where the trainers were announced by them and no launcher started them
+    """
 
     rank: int
     world_size: int
@@ -100,6 +111,7 @@ class Place:
     master_addr: str
     master_port: int
     launcher: str
+    endpoints: tuple[str, ...] = ()
 
     @property
     def one_host(self) -> bool:

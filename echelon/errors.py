@@ -37,6 +37,16 @@ class LossError(EchelonError, ArithmeticError):
 class PeerLost(EchelonError):
     """Another process of the job died or does not answer."""
 
+    #: True where that process never came: then no other process has failed that could be the cause
+    is_first_cause = False
+
+    @classmethod
+    def never_came(cls, line: str) -> PeerLost:
+        """Make the error about a process that was waited for and has never been there."""
+        error = cls(line)
+        error.is_first_cause = True
+        return error
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for a slip of the pen, else the list of what there is."""

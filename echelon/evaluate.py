@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import DataError, UsageError, nearest
-from echelon.objective import as_batch
+from echelon.objective import Objective, as_batch, count_samples
+from echelon.parallel.batch_norm import idle
 from echelon.parallel.collective import all_gather
+from echelon.parallel.loss_reduction import Count, times_count
+from echelon.parallel.loss_weights import EvaluationWeights
 from echelon.parallel.split import Spread
 from echelon.watch.activity import waiting
 from echelon.world import World
@@ -37,19 +41,40 @@ class Overall:
 Metric = Mean | Overall
 
 
+def predictions(output: Any) -> Any:
+    """What of a model's output metrics of ours look at, where it returns a loss beside it: ``logits``, or of a tuple
+    such as ``(logits, loss)`` the only tensor that is no scalar."""
+    if isinstance(output, Tensor | Spread):
+        return output
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if named is not None:
+        return named
+    several = output if isinstance(output, tuple | list) else ()
+    found = [each for each in several if isinstance(each, Spread) or (isinstance(each, Tensor) and each.dim())]
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        f"metrics take the model's output, and it is a {type(output).__name__} with {len(found)} tensors that may be "
+        "meant; give a function: metrics={'accuracy': lambda output, target: ...}"
+    )
+
+
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """1 for every sample whose largest output is at its target."""
-    return (output.argmax(dim=1) == target).float()
+    right: Tensor = predictions(output).argmax(dim=1) == target
+    return right.float()
 
 
 def top5(output: Tensor, target: Tensor) -> Tensor:
     """1 for every sample whose target is among its five largest outputs."""
+    output = predictions(output)
     best = output.topk(min(5, output.shape[1]), dim=1).indices
     return (best == target.unsqueeze(1)).any(dim=1).float()
 
 
 def scored(output: Any, target: Tensor) -> Tensor:
     """Each sample's score, and whether it is a positive; of two classes' outputs, how far the second is ahead."""
+    output = predictions(output)
     scores: Tensor = (output.whole() if isinstance(output, Spread) else output).detach().double()
     if scores.shape == (*target.shape, 2):
         scores = scores[..., 1] - scores[..., 0]
@@ -76,13 +101,28 @@ def area_under_curve(rows: Tensor) -> float:
 METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5, "auc": Overall(scored, area_under_curve)}
 
 
-class Judged(NamedTuple):
-    """What became of some samples."""
+@dataclass(frozen=True)
+class Judged:
+    """Output and loss of some samples.
+
+    count:  what the loss averages over: their rows, or targets that count
+    is_sum: the loss is a sum over them; its mean is over samples
+    """
 
     batch: Any
     output: Any
     loss: Tensor
     samples: float
+    count: Count
+    is_sum: bool = False
+
+
+def evaluate_batch(objective: Objective, batch: Any, weights: EvaluationWeights) -> Judged:
+    """Return output and loss of a batch that is run at once."""
+    output, loss = objective(batch)
+    rows = count_samples(batch)
+    count = weights.count(objective.take_seen(), rows)
+    return Judged(batch, output, loss, rows, count, weights.is_sum)
 
 
 def evaluate(
@@ -106,7 +146,9 @@ def evaluate(
         for item in batches:
             batch = as_batch((item,), {}, world.device)
             share = taken()
-            for judged in judge(batch):
+            with idle(share == 0):
+                results = judge(batch)
+            for judged in results:
                 counts = share != 0 and judged.samples > 0
                 means.add(judged, counts)
                 overall.add(judged, counts)
@@ -121,23 +163,30 @@ class _Means:
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
         self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, Overall)}
         self._world = world
-        # samples, loss, metrics
-        self._sums = torch.zeros(2 + len(self._metrics), dtype=torch.double, device=world.device)
+        # what losses average over, losses, samples, metrics
+        self._sums = torch.zeros(3 + len(self._metrics), dtype=torch.double, device=world.device)
 
     def add(self, judged: Judged, counts: bool) -> None:
         target = _target(judged)
-        values = [judged.loss, *(metric(judged.output, target).double().mean() for metric in self._metrics.values())]
-        means = torch.stack([torch.ones((), device=judged.loss.device), *values])
-        if counts:
-            self._sums += means.double() * judged.samples
+        metrics = [metric(judged.output, target).double().mean() for metric in self._metrics.values()]
+        if not counts:
+            return
+        device, samples = self._sums.device, judged.samples
+        count: Count = samples if judged.is_sum else judged.count
+        loss = judged.loss.double()
+        loss = loss if judged.is_sum else times_count(loss, count)
+        values = [count, loss, samples, *(metric * samples for metric in metrics)]
+        self._sums += torch.stack([torch.as_tensor(value, dtype=torch.double, device=device) for value in values])
 
     def result(self) -> dict[str, float]:
         if self._world.size > 1:
             with waiting("sum of the evaluation"):
                 dist.all_reduce(self._sums)
-        if not self._sums[0]:
+        count, loss, samples, *metrics = self._sums.tolist()
+        if not samples:
             raise DataError("there is nothing to evaluate: no rank got a sample")
-        return dict(zip(["loss", *self._metrics], (self._sums[1:] / self._sums[0]).tolist(), strict=True))
+        means = {name: total / samples for name, total in zip(self._metrics, metrics, strict=True)}
+        return {"loss": loss / count if count else math.nan, **means}
 
 
 class _AtOnce:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from echelon.data import Loader
+from echelon.data.hugging_face import has_columns, refuse_whole
 from echelon.data.loader import reads_apart
+from echelon.data.order import per_replica
+from echelon.data.torch_loader import is_torch_loader, loader_request
 from echelon.elastic import Beginning, shares
-from echelon.errors import DataError, UsageError
-from echelon.objective import count_samples
+from echelon.errors import UsageError
+from echelon.objective import count_samples, has_rows
 from echelon.parallel.grid import Grid
 from echelon.plan import Plan
 from echelon.world import World
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 def is_data_set(data: Any) -> bool:
     """Whether ``data`` holds samples, and not batches: a data set, or tensors side by side."""
     tensors = isinstance(data, tuple) and bool(data) and all(isinstance(part, Tensor) for part in data)
-    return isinstance(data, Dataset) or tensors
+    return isinstance(data, Dataset) or tensors or has_columns(data)
 
 
 class Feeding:
@@ -47,15 +50,40 @@ class Feeding:
             self._replica, self._replicas = served.worker, served.workers
         self._ranks_per_replica = world.size // self._replicas if by_rank else 1
         beginning.replicas = self._replicas
+        self._said: set[str] = set()
+        self._has_loader = False
         self._share: int | None = None  # how many samples of the latest batch count
 
-    def judged(self, data: Any, batch_size: int | None) -> Any:
+    def judged(
+        self,
+        data: Any,
+        batch_size: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        say: Callable[[str], None],
+    ) -> Any:
         """For an evaluation, in batches: of a data set this replica's share, or all of it where replicas cannot bring
         their shares together; else ``data``, which is in batches already."""
-        if batch_size is None and not is_data_set(data):
+        refuse_whole(data, self._replicas)
+        is_loader = is_torch_loader(data) and not isinstance(data.dataset, IterableDataset)  # a stream may be a rank's
+        if batch_size is None and collate is None and not is_data_set(data) and not is_loader:
+            if not isinstance(data, Iterable):
+                raise UsageError(f"evaluate() takes a data set, a DataLoader or batches, got {type(data).__name__}")
             return data
+        if isinstance(data, Loader):
+            raise UsageError("evaluate() was given a loader, which has its batch size and collate; leave them out here")
+        asked = loader_request(data, batch_size, None, {} if collate is None else {"collate": collate})
+        options = {**asked.options, "shuffle": False, "uneven": "join"}
+        if "batch_sampler" not in options:
+            options["batch_size"] = asked.batch_size or 64
+        if asked.options.get("uneven") == "drop":
+            self._say_once(say, "evaluate: drop_last=True of the DataLoader is left out: every sample counts once")
         alone: dict[str, Any] = {"rank": 0, "world_size": 1} if self._replicas != self._plan.replicas else {}
-        return self.loader(data, batch_size=batch_size or 64, shuffle=False, uneven="join", **alone)
+        return self.loader(asked.dataset, **options, **alone)
+
+    def _say_once(self, say: Callable[[str], None], line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            say(line)
 
     def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
         """``ahead`` is shown each batch before the one that comes before it is handed out."""
@@ -85,10 +113,13 @@ class Feeding:
         options: dict[str, Any],
     ) -> Loader:
         """For training: a global batch of which the elastic rule, where one is in force, has had its say."""
-        size = self.replica_batch(batch_size, global_batch)
-        if self._beginning.rule is not None:
-            options = {**self._elastic_options(dataset, size, global_batch, say), **options}
-        loader = self.loader(dataset, ahead, batch_size=size, **options)
+        if "batch_sampler" not in options:
+            size = self.replica_batch(batch_size, global_batch)
+            if self._beginning.rule is not None:
+                options = {**self._elastic_options(dataset, size, global_batch, say), **options}
+            options = {**options, "batch_size": size}
+        loader = self.loader(dataset, ahead, **options)
+        self._has_loader = True
         news = self._beginning.made(loader.global_batch)
         say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
         return loader
@@ -118,31 +149,28 @@ class Feeding:
         if batch_size is not None:
             return batch_size * self._ranks_per_replica
         assert global_batch is not None
-        replicas = self._replicas
-        size, rest = divmod(global_batch, replicas)
         if self._beginning.rule is not None:
-            return size + (rest > 0)
-        if rest or size < 1:
-            near = [n * replicas for n in (size, size + 1) if n]
-            raise DataError(
-                f"global_batch={global_batch} cannot be divided over {replicas} replicas; "
-                f"{' or '.join(map(str, near))} can"
-            )
-        return size
+            return -(-global_batch // self._replicas)
+        return per_replica(global_batch, self._replicas)
 
-    def count(self, batch: Any, samples: float | None) -> float:
-        """What a batch counts for: what the user says, or what the loader said of it, or its length."""
+    def rows(self, batch: Any, samples: float | None) -> float:
+        """Return how many samples a batch has: as the loader said, or its length; 0 for a stand-in.
+
+        samples: what the user says that its loss averages over
+        """
         share = self.taken()
-        if share == 0:  # a stand-in batch, whatever it holds
-            return 0
-        if samples is not None:
-            return samples
-        return count_samples(batch) if share is None else share
+        if share is not None or samples == 0:
+            return share or 0
+        return count_samples(batch) if samples is None or has_rows(batch) else samples
 
     def taken(self) -> int | None:
         """How many samples of the batch just handed out count; asked once a batch."""
         share, self._share = self._share, None
         return share
+
+    def is_fed(self, call: str) -> bool:
+        """Return True if the batch of this call comes from a loader made here, as far as that can be known."""
+        return self._share is not None if call == "step" else self._has_loader
 
     def _on_share(self, samples: int) -> None:
         self._share = samples

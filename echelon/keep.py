@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from echelon.checkpoint.claim import Claims
+from echelon.checkpoint.settings import Checkpoint
 from echelon.data import Loader
 from echelon.elastic import Beginning
-from echelon.errors import CheckpointError, Damaged, UsageError
+from echelon.errors import Damaged, UsageError
+from echelon.finite import FiniteCheck, State
+from echelon.given import GivenValues
 from echelon.parallel.collective import gather_json
 from echelon.parallel.dgc import SparseMomentum
 from echelon.parallel.holdings import Addend
 from echelon.parallel.layout import Layout, Part
+from echelon.schedules import Schedules
 from echelon.state import (
-    decode,
-    encode,
     from_bytes,
     model_aliases,
     model_tensors,
@@ -29,50 +32,31 @@ from echelon.state import (
     restore_random_state,
     to_bytes,
 )
-from echelon.strict import require, strict
 from echelon.world import World, seed_for_rank
 
 if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
     from echelon.assembly import Parts
     from echelon.checkpoint import Stored, Writer
     from echelon.memory.sources import Sources
+    from echelon.parallel.averages import Averages
     from echelon.ps.served import Served
-
-Scheduler = torch.optim.lr_scheduler.LRScheduler
-
-
-@strict
-class Checkpoint:
-    """Where a run is kept, and how often.
-
-    dir:          the directory that holds the checkpoints; all hosts must see the same
-    every:        save after every so many steps; None saves only when told to
-    keep:         keep the newest so many, remove older ones; None keeps all
-    asynchronous: write in the background while training goes on
-    resume:       start from the newest checkpoint in ``dir``, if there is one
-    """
-
-    dir: str
-    every: int | None = None
-    keep: int | None = None
-    asynchronous: bool = True
-    resume: bool = True
-
-    def __post_init__(self) -> None:
-        require(self.every is None or self.every >= 1, self, "every", "1 or more, or None")
-        require(self.keep is None or self.keep >= 1, self, "keep", "1 or more, or None")
 
 
 class Keeper:
     """Knows every part of a run that has state, from the weights to the random streams."""
 
-    def __init__(self, world: World, stream: int, schedulers: Sequence[Scheduler], settings: Checkpoint | None) -> None:
+    def __init__(self, world: World, stream: int, schedules: Schedules, settings: Checkpoint | None) -> None:
         self._world, self.stream = world, stream
-        self._schedulers, self._settings = schedulers, settings
+        self._schedules, self._settings = schedules, settings
         self.beginning = Beginning(None, world.size)  #: what training began with
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
         self._loader_states: list[dict[str, Any]] = []
+        self.average: Averages | None = None  #: a moving average of the weights, where the run has one
+        self.copies_averages = False  #: whether copies of the state are made in memory
+        self._loaded: Stored | None = None  # a checkpoint whose average nobody has asked for yet
+        self.given = GivenValues()
+        self.claims = Claims(world.control, writes=world.rank == 0)
         self.saved: Callable[[Path], None] | None = None  #: told when a checkpoint is complete, perhaps from a thread
 
     def takes(self, parts: Parts) -> None:
@@ -82,6 +66,8 @@ class Keeper:
         self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
         self._buffers = dict(parts.holdings.model.named_buffers())
         self._aliases = model_aliases(parts.holdings.model)
+        self._finite = FiniteCheck(parts.holdings, parts.scaler.active)
+        self.given.take(parts.optimizers, self._schedules.all)
 
     @property
     def kept_in(self) -> str | None:
@@ -89,8 +75,12 @@ class Keeper:
         return self._settings.dir if self._settings is not None else None
 
     def due(self, step: int) -> bool:
-        """Whether the run asked for a checkpoint at this step."""
-        return self._settings is not None and bool(self._settings.every) and step % (self._settings.every or 1) == 0
+        """Whether the run asked for a checkpoint at this step. The first step claims the directory."""
+        if self._settings is None or not self._settings.every:
+            return False
+        if not self.claims:
+            self.claims.take(Path(self._settings.dir))
+        return step % self._settings.every == 0
 
     def register(self, loader: Loader) -> None:
         """Keep this loader's position too. Loaders are told apart by the order in which they were made."""
@@ -98,6 +88,7 @@ class Keeper:
         self._loaders.append(loader)
         if index < len(self._loader_states):
             loader.load_state_dict(self._loader_states[index])
+        self.given.compare_batch(index, loader, self.claims.say)
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank alone has of weights and optimizer state, where ranks step alone. To be asked before ranks
@@ -125,8 +116,10 @@ class Keeper:
 
             if served.dense and served.worker != 0:  # its weights are everybody's, and so is its place in the data
                 return final_path(Path(place), step)
+        self.claims.take(Path(place))
+        tensors, facts = self._state(step, own)
+        if served is not None:
             served.save(Path(place), step, alone=served.dense or self._world.rank == 0)
-        tensors, facts = self._state()
         facts["servers"] = served.saved_as(step) if served is not None else None
         if wait is None and any(getattr(optimizer, "fills_host", False) for optimizer in self._optimizers.values()):
             wait = True  # there is no room for a second copy, from which to write in the background
@@ -139,6 +132,7 @@ class Keeper:
         """Only let loaders go on from there; the rest can be restored when there is a place for it."""
         stored = _opened(source)
         self.beginning.restore(stored.facts.get("elastic"))
+        self.given.resume(stored.facts.get("given"))
         self.place_loaders(stored.facts["loaders"])
         return stored
 
@@ -149,18 +143,37 @@ class Keeper:
         self._restore_statistics(stored)
         facts = stored.facts
         self.beginning.restore(facts.get("elastic"))
+        self.given.resume(facts.get("given"))
         if served is not None:
             served.load(stored.path, facts.get("servers"), asks=served.worker == 0 and self._world.rank == 0)
         self._restore_strategies(stored)
         self._restore_optimizers(stored)
-        self._restore_schedulers(facts["schedulers"])
+        self._schedules.restore(facts["schedulers"])
         mine = self._facts_of_rank(stored)
         self._gradients.restore(mine["gradients"], self._merged_gradients(stored))
         self._scaler.restore(mine["scaler"])
         if loaders:
             self.place_loaders(facts["loaders"])
         self._restore_random(stored)
+        self._restore_average(stored)
         return stored
+
+    @property
+    def holds_average(self) -> bool:
+        """Return True if the checkpoint loaded last has averaged weights that were not asked for yet."""
+        return self._loaded is not None
+
+    def average_from(self, step: int) -> Stored | None:
+        """Return the checkpoint whose averaged weights are those after ``step``, if that was loaded."""
+        stored, self._loaded = self._loaded, None
+        return stored if stored is not None and stored.step == step else None
+
+    def _restore_average(self, stored: Stored) -> None:
+        self._loaded = None
+        if self.average is not None:
+            self.average.restore(stored)
+        elif stored.facts.get("ema") is not None:
+            self._loaded = stored
 
     def leave_behind(self, step: int) -> bytes:
         """What this process needs to go on after ``step`` when others keep the weights."""
@@ -169,7 +182,7 @@ class Keeper:
         facts = {
             "step": step,
             "loaders": [loader.state_dict() for loader in self._loaders],
-            "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
+            "schedulers": self._schedules.state(),
             "scaler": self._scaler.facts(),
         }
         return to_bytes(tensors, facts)
@@ -182,7 +195,7 @@ class Keeper:
         with torch.no_grad():
             for name, value in self._buffers.items():
                 value.copy_(tensors[f"buffer.{name}"])
-        self._restore_schedulers(facts["schedulers"])
+        self._schedules.restore(facts["schedulers"])
         self._scaler.restore(facts["scaler"])
         self.place_loaders(facts["loaders"])
         return int(facts["step"])
@@ -220,13 +233,16 @@ class Keeper:
         for writer in self._writers.values():
             writer.close()
         self._writers = {}
+        self.claims.release()
 
     @property
     def sources(self) -> Sources:
         """Where the tensors that stay between updates lie."""
         from echelon.memory.sources import Sources
 
-        return Sources(self._holdings, self._optimizers, changing=bool(self._compressors) or self._local is not None)
+        self.copies_averages = True
+        changing = bool(self._compressors) or self._local is not None
+        return Sources(self._holdings, self._optimizers, changing, lambda: self.average)
 
     @property
     def together(self) -> bool:
@@ -244,12 +260,21 @@ class Keeper:
             if name.removeprefix("model.") in self._buffers
         }
 
-    def _state(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+    def refuse_spoiled(self, source: Stored) -> None:
+        """Raise ``Damaged`` where this rank has read a NaN or an infinity that training cannot have begun with."""
+        if (found := self._finite.find(self.own_tensors()[0])) is not None:
+            raise Damaged(f"{source.title} is of no use: after step {source.step} {self._finite.describe(found)}")
+
+    def _state(self, step: int = 0, own: State | None = None) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+        """All ranks know together whether theirs may be kept: a finite loss may have had an infinite gradient."""
         tensors, optimizers = self.own_tensors()
         mine, shared = self.own_facts(optimizers)
         mine["gradients"] = self._gradients.facts()
-        ranks = gather_json(mine, self._world.control) if self._world.control else [mine]
-        return tensors, merged_facts(ranks, shared)
+        spoiled = self._finite.find({**tensors, **(own or {})})
+        told: list[Any] = [mine, spoiled and spoiled.to_json()]
+        everyone: list[Any] = gather_json(told, self._world.control) if self._world.control else [told]
+        self._finite.refuse(step, [bad for _, bad in everyone], self.wait)
+        return tensors, merged_facts([each for each, _ in everyone], shared)
 
     def own_tensors(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
         """The tensors of the training state that this rank has, and what it knows of the optimizers."""
@@ -266,6 +291,8 @@ class Keeper:
             tensors |= {f"dgc.{rank}.{key}.{name}": value for name, value in owed.items()}
         if self._local is not None:
             tensors |= {f"sync.{name}": value for name, value in self._local.tensors().items()}
+        if self.average is not None:
+            tensors |= {f"ema.{name}": value for name, value in self.average.tensors().items()}
         return tensors, optimizers
 
     def own_facts(self, optimizers: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -281,9 +308,11 @@ class Keeper:
         }
         shared = {
             "elastic": self.beginning.facts(),
+            "given": self.given.facts(self._loaders),
             "aliases": self._aliases,
+            "ema": self.average.facts() if self.average is not None else None,
             "optimizers": {key: {"groups": of["groups"]} for key, of in optimizers.items()},
-            "schedulers": [encode(scheduler.state_dict()) for scheduler in self._schedulers],
+            "schedulers": self._schedules.state(),
             "loaders": [loader.state_dict() for loader in self._loaders],
         }
         return mine, shared
@@ -344,14 +373,6 @@ class Keeper:
             return stored.read(prefix + name) if whole or layout is None else stored.read_part(name, layout)
 
         restore_optimizers(self._optimizers, self._holdings, stored.facts["optimizers"], names, read)
-
-    def _restore_schedulers(self, states: Sequence[Any]) -> None:
-        if len(states) != len(self._schedulers):
-            raise CheckpointError(
-                f"the checkpoint has {len(states)} schedulers, this run has {len(self._schedulers)}; build the same"
-            )
-        for scheduler, state in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(decode(state))
 
     def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """This rank's merged gradients. They are addends, so where there are more or fewer the first takes them all."""

@@ -9,6 +9,7 @@ import atexit
 import codecs
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import inspect
 import multiprocessing.util
@@ -19,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from echelon import world
 from echelon.environment import AGENT_STORE, LAUNCHED, LOOPBACK, RESTART_COUNT
 from echelon.errors import EchelonError, UsageError
+from echelon.user_traceback import format_error
 
 #: Seconds within which a rank that only followed another's failure may be overtaken by the true culprit.
 LINGER = 1.0
@@ -59,7 +60,7 @@ def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named
     _refuse_call(fn, args, named)
     with socket.create_server((LOOPBACK, 0)) as listener, _ended_in_any_case() as ranks:
         for rank in range(count):
-            with _uninterrupted():
+            with _uninterrupted(), _collected_by_the_caller_alone():
                 ranks.append(_start(rank, count, listener, lambda: fn(*args, **named)))
         store = TCPStore(
             *(LOOPBACK, listener.getsockname()[1]),
@@ -177,6 +178,7 @@ def _direct_output(printing: Connection) -> None:
     """Into the pipe, also what is not Python's. A notebook's own streams belong to threads that were not forked."""
     for number in (1, 2):
         os.dup2(printing.fileno(), number)
+    faulthandler.enable(1)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115 - as long as the process
     sys.stderr = sys.stdout
     setattr(sys, "__stdout__", sys.stdout)  # noqa: B010 - a progress bar writes there; "final" to type checkers
@@ -191,7 +193,7 @@ def _take_place(number: int, count: int, listener: socket.socket) -> None:
         os.environ[name] = str(value)
     os.environ.pop(RESTART_COUNT, None)
     world.forget()
-    gc.freeze()  # what came from the parent is not looked through again, so its pages stay shared
+    gc.enable()
     torch.set_num_threads(1)  # the threads of the parent's pool were not forked, and waiting for them would not end
 
 
@@ -213,12 +215,10 @@ def _called(call: Callable[[], Any]) -> _End:
 
 def _told(error: BaseException) -> str:
     """From the user's function on: the frames above are ours."""
-    if isinstance(error, EchelonError):
-        return f"{error}"
     above = error.__traceback__
     for _ in range(OURS):
         above = above.tb_next if above is not None else None
-    return "".join(traceback.format_exception(type(error), error, above)).rstrip()
+    return format_error(error, above).rstrip().removeprefix("echelon: ")
 
 
 def _inherit_no_exit_handlers() -> None:
@@ -261,6 +261,25 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came:
         signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _collected_by_the_caller_alone() -> Iterator[None]:
+    """Freeze the heap around a fork, so that a rank never collects objects of the caller.
+
+    A destructor that joins a thread (a process group, an RPC client) hangs or crashes in a process that was forked
+    without the thread. Frozen pages also stay shared.
+    """
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _follow(ranks: list[_Rank]) -> list[Any]:

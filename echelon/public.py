@@ -1,13 +1,16 @@
 """The public names: what ``echelon.X`` and ``from echelon import X`` give, when the first of them is asked for."""
 
 from echelon.annotation import annotate, pipeline, replicate, set_default, split, stage
+from echelon.checkpoint.settings import Checkpoint
+from echelon.data.schedule_length import steps
 from echelon.distribution import distribute
 from echelon.elastic import Elastic
 from echelon.engine import Engine
 from echelon.errors import EchelonError
-from echelon.keep import Checkpoint
+from echelon.main_process import is_main_process, main_process_first
 from echelon.notebook import LaunchError, launch
 from echelon.plan import Plan
+from echelon.schedules import per_epoch
 from echelon.slices import Slices, cluster
 from echelon.strategy import (
     AdaptiveLocalSgd,
@@ -27,6 +30,7 @@ from echelon.strategy import (
     Shard,
     Strategy,
 )
+from echelon.user_traceback import install_hook
 from echelon.watch import Log
 from echelon.world import (
     barrier,
@@ -79,11 +83,14 @@ __all__ = [
     "distribute",
     "init",
     "is_first_worker",
+    "is_main_process",
     "is_server",
     "is_worker",
     "launch",
     "local_rank",
+    "main_process_first",
     "node_rank",
+    "per_epoch",
     "pipeline",
     "rank",
     "replicate",
@@ -93,8 +100,11 @@ __all__ = [
     "shutdown",
     "split",
     "stage",
+    "steps",
     "worker_endpoints",
     "worker_index",
     "worker_num",
     "world_size",
 ]
+
+install_hook()  # a mistake before init(), too, is one line

@@ -11,12 +11,12 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal
-
-from torch import nn
-from torch.nn.modules import module as torch_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.errors import UsageError
+
+if TYPE_CHECKING:  # commands read marks before torch is imported
+    from torch import nn
 
 _TAGS = "_echelon_marks"
 
@@ -49,6 +49,8 @@ class _Hooks:
         self._lock, self._users, self._handles = threading.Lock(), 0, list[Any]()
 
     def acquire(self) -> None:
+        from torch.nn.modules import module as torch_module
+
         with self._lock:
             self._users += 1
             if self._users == 1:

@@ -12,14 +12,10 @@ slice fixes it: ``slice_size / stages``.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
-from echelon.annotation import Marks
 from echelon.errors import UsageError
-from echelon.marks import within
-from echelon.plan.mesh import coordinates
 from echelon.strict import require, strict
 
 _open: list[Slices] = []
@@ -87,7 +83,19 @@ def cluster(
     specific: Sequence[Sequence[int]] | None = None,
     auto: bool = False,
 ) -> Slices:
-    """How to cut the job's devices into slices, one copy of the model each; see this module's first lines."""
+    """Cut the job's devices into slices, one copy of a model with marks on each; one of these options, or none.
+
+    average:  devices of each slice, taken in the order of ranks
+    row:      whether a slice is all devices of one host
+    specific: the ranks of each slice, as [[0, 2], [1, 3]]
+    auto:     whether slices are laid on as few hosts as can be
+
+    Without an option a slice has as many consecutive ranks as the marks need: stages times the size of a split.
+
+    >>> engine = echelon.distribute(model, optimizer, loss=loss, cluster=echelon.cluster(average=4))
+    >>> with echelon.cluster(row=True):
+    ...     engine = echelon.distribute(model, optimizer, loss=loss)
+    """
     slices = None if specific is None else tuple(map(tuple, specific))
     return Slices(average=average, row=row, specific=slices, auto=auto)
 
@@ -158,50 +166,6 @@ def _best_host(hosts: list[list[int]], missing: int) -> list[int]:
     """The smallest that holds all that is missing; where none does, the one that holds the most."""
     fitting = [host for host in hosts if len(host) >= missing]
     return min(fitting, key=len) if fitting else max(hosts, key=len)
-
-
-def placement_table(marks: Marks, mesh: Mapping[str, int], order: Sequence[int], ranks_per_host: int) -> list[str]:
-    """Which devices each marked module is on: one line a module, copies of the model divided by ``|``."""
-    rows = [("module", "ranks", "host:device", "how")]
-    for name in dict.fromkeys([*marks.units, *marks.splits, *marks.replicates]):
-        rows.append(_placed(name, marks, mesh, order, ranks_per_host))
-    rows.append(_row("(the rest)", None, _word(marks.default), mesh, order, ranks_per_host))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-
-
-Row = tuple[str, str, str, str]
-
-
-def _placed(name: str, marks: Marks, mesh: Mapping[str, int], order: Sequence[int], ranks_per_host: int) -> Row:
-    stage = next((number for unit, number in marks.units.items() if within(name, unit)), None)
-    words = [] if stage is None else [f"stage {stage}"]
-    if name in marks.splits:
-        words.append(f"split {marks.splits[name].how} over {mesh.get('split', 1)}")
-    if name in marks.replicates:
-        words.append("replicated")
-    return _row(name or "(the model)", stage, ", ".join(words), mesh, order, ranks_per_host)
-
-
-def _row(
-    name: str, stage: int | None, how: str, mesh: Mapping[str, int], order: Sequence[int], ranks_per_host: int
-) -> Row:
-    copies: list[list[int]] = [[] for _ in range(mesh.get("replicate", 1))]
-    for rank in order or range(math.prod(mesh.values())):
-        at = coordinates(mesh, order, rank)
-        if stage is None or at["stage"] == stage % mesh.get("stage", 1):
-            copies[at["replicate"]].append(rank)
-    devices = [" ".join(_device(rank, ranks_per_host) for rank in ranks) for ranks in copies]
-    return name, " | ".join(" ".join(map(str, ranks)) for ranks in copies), " | ".join(devices), how
-
-
-def _device(rank: int, ranks_per_host: int) -> str:
-    host, device = divmod(rank, ranks_per_host)
-    return f"{host}:{device}"
-
-
-def _word(default: object) -> str:
-    return "replicated" if default is None else str(default)
 
 
 def _either(numbers: Sequence[int], word: str = "or") -> str:

@@ -7,6 +7,7 @@ dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gr
 sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
 local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
 own.<rank>.<name>                     in copies in memory: batch-norm statistics, where every replica has its own
+ema.<name>                            moving averages of parameters, and of buffers where those are averaged
 rng.<stream>.<generator>              the random streams; ranks that share a batch have one in common
 """
 

@@ -28,12 +28,33 @@ def strict(cls: type[T]) -> type[T]:
     def __init__(self: Any, *args: Any, **given: Any) -> None:
         if args:
             raise UsageError(f"{cls.__name__}(...) takes named options only, got {args[0]!r} without a name")
+        given = _in_our_names(made, given, cls.__name__)
         _check_names(made, given, cls.__name__)
+        for name, value in given.items():
+            if isinstance(value, dict | list):  # settings, tuples: as files have them
+                given[name] = _typed(_hint(made, name), value, f"{cls.__name__}.{name}")
         _check_types(made, given, cls.__name__)
         plain_init(self, **given)
 
     made.__init__ = __init__  # type: ignore[method-assign]
+    made.__setattr__ = _refuse_change  # type: ignore[method-assign]
     return made
+
+
+def _refuse_change(self: Any, name: str, value: Any) -> None:
+    """Say how to write what a mutable object would be told afterwards."""
+    made = f"{type(self).__name__}({name}={_short(value)}, ...)"
+    raise Unchangeable(f"a {type(self).__name__} is not changed once it is made; give all options at once: {made}")
+
+
+class Unchangeable(UsageError, AttributeError):
+    """An option of a frozen object was set after it was made."""
+
+
+def _in_our_names(kind: Any, given: Mapping[Any, Any], label: str) -> Any:
+    """Translate names that a class knows from elsewhere, by its static method ``in_our_names``."""
+    translate = getattr(kind, "in_our_names", None)
+    return given if translate is None else translate(given, label)
 
 
 def build(kind: type[T], plain: Any, path: str = "") -> T:
@@ -45,6 +66,7 @@ def build(kind: type[T], plain: Any, path: str = "") -> T:
     path = path or kind.__name__
     if not isinstance(plain, Mapping):
         raise UsageError(f"{path}: expected options by name, got {_short(plain)}")
+    plain = _in_our_names(kind, plain, path)
     _check_names(kind, plain, path)
     values = {name: _typed(_hint(kind, name), value, f"{path}.{name}") for name, value in plain.items()}
     _check_types(kind, values, path)
@@ -165,6 +187,8 @@ def describe(kind: Any) -> str:
         return _either(_choices(kind))
     if kind is type(None):
         return "None"
+    if origin is Callable:
+        return "a function"
     if origin is tuple and inner[-1:] == (Ellipsis,):
         return f"tuple of {describe(inner[0])}"
     return getattr(kind, "__name__", str(kind)) if origin is None else str(kind)

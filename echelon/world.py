@@ -5,34 +5,26 @@ from __future__ import annotations
 import atexit
 import os
 import random
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 import echelon.untraced  # noqa: F401  # before an optimizer is made
-from echelon.environment import (
-    AGENT_STORE,
-    BOUND_MARK,
-    LOOPBACK,
-    PADDLE_ENDPOINTS,
-    PS_JOIN_TIMEOUT,
-    RESTART_COUNT,
-    Place,
-    find_place,
-    worker_place,
-)
-from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.device_choice import choose_device, count_gpus
+from echelon.endpoints import Trainers
+from echelon.environment import ALONE as ALONE_PLACE
+from echelon.environment import BOUND_MARK, PADDLE_ENDPOINTS, PS_JOIN_TIMEOUT, Place, find_place, worker_place
+from echelon.errors import UsageError
+from echelon.process_group import join_ranks
 from echelon.ps.role import ALONE, Role, find_role
+from echelon.trainers import meeting_place, say_launcher_wins, trainer_place
+from echelon.user_traceback import install_hook
 from echelon.watch.activity import waiting
 
 DEFAULT_TIMEOUT = 300.0
@@ -62,6 +54,7 @@ class World:
 
 
 _world: World | None = None
+_parents_world: World | None = None
 
 
 def init(
@@ -71,8 +64,8 @@ def init(
     backend: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     pservers: str | Sequence[str] | None = None,
-    trainers: int | None = None,
-    trainer_id: int | None = None,
+    trainers: Trainers = None,
+    trainer_id: int | str | None = None,
     role: str | None = None,
     current_endpoint: str | None = None,
 ) -> World:
@@ -85,11 +78,15 @@ def init(
     ``pservers`` ("host:port,..."), ``trainers``, ``trainer_id``, ``role`` ("worker" or "server") and
     ``current_endpoint`` place this process in a job with parameter servers; where they are left out the environment
     says it (docs/launch.md). A server serves here until the workers are done, and its script ends with this call.
+
+    Without servers, ``trainers`` as the endpoints of all trainers ("host:port,..."), ``trainer_id`` and
+    ``current_endpoint`` place it in a collective job that no launcher started (Fluid's NCCL2 mode); rank 0 listens at
+    the first endpoint. The variables of a launcher win over them.
     """
     global _world  # noqa: PLW0603 - a process belongs to one job
     if _world is not None:
         return _world
-    _one_line_errors()
+    install_hook()
     part = find_role(
         pservers=pservers,
         trainers=trainers,
@@ -100,8 +97,8 @@ def init(
     )
     if part.is_server:
         _serve(part)
-    place = _place_of(part)
-    world = World(place, _choose_device(place, device), "none", seed, timeout, None, part)
+    place = _place_of(part, trainers, trainer_id, current_endpoint)
+    world = World(place, _take_device(place, device), "none", seed, timeout, None, part)
     _world = _joined(world, backend) if part.role == "alone" and world.size > 1 else world
     seed_everything(seed)
     return _world
@@ -111,7 +108,12 @@ def _serve(role: Role) -> NoReturn:
     """Be a server until the workers are done; then the script ends, too."""
     from echelon.ps.serve import end, serve
 
-    if code := serve(role):
+    try:
+        code = serve(role)
+    except Exception as error:  # Python's own end would wait, inside gRPC, for workers that are still connected
+        sys.excepthook(type(error), error, error.__traceback__)
+        end(1)
+    if code:
         end(code)  # by a signal, and as one would end it
     raise SystemExit(0)
 
@@ -129,7 +131,10 @@ def bind(backend: str | None = None) -> World:
                 "workers on several hosts need a place to meet before they can be bound together; give every "
                 "'echelon run' the same --master HOST:PORT, or set MASTER_ADDR and MASTER_PORT"
             )
-        _world = world = _joined(world, backend)
+        from echelon.ps.contact import announced
+
+        with announced(world.role):
+            _world = world = _joined(world, backend)
     return world
 
 
@@ -151,9 +156,12 @@ def shutdown() -> None:
 
 
 def forget() -> None:
-    """In a process that was forked: the parent's job is not this one's."""
-    global _world  # noqa: PLW0603
-    _world = None
+    """Leave the parent's job, in a process that was forked.
+
+    The object is kept: its process group would wait for threads that were not forked.
+    """
+    global _world, _parents_world
+    _world, _parents_world = None, _world
 
 
 def _leave() -> None:
@@ -202,7 +210,9 @@ def is_first_worker() -> bool:
 
 
 def worker_endpoints() -> list[str]:
-    """``host:port`` of every worker, as the launcher wrote them; empty where no launcher did."""
+    """``host:port`` of every worker, as the launcher or the script wrote them; empty where neither did."""
+    if _world and _world.place.endpoints:
+        return list(_world.place.endpoints)
     text = os.environ.get(PADDLE_ENDPOINTS, "")
     return text.split(",") if text else []
 
@@ -268,20 +278,22 @@ def _role() -> Role:
     return _world.role if _world else find_role()
 
 
-def _place_of(role: Role) -> Place:
-    return worker_place(role.index, role.workers) if role.role == "worker" else find_place()
+def _place_of(
+    role: Role, trainers: Trainers = None, trainer_id: int | str | None = None, current_endpoint: str | None = None
+) -> Place:
+    """The place of this process: among servers' workers, in its launcher's job, or among the announced trainers."""
+    if role.role == "worker":
+        return meeting_place(worker_place(role.index, role.workers), os.environ, trainers)
+    place = find_place()
+    if place == ALONE_PLACE:
+        return trainer_place(os.environ, trainers=trainers, trainer_id=trainer_id, current_endpoint=current_endpoint)
+    say_launcher_wins(place, trainers)
+    return place
 
 
-def _choose_device(place: Place, asked: str | torch.device | None) -> torch.device:
-    if asked is not None:
-        chosen = torch.device(asked)
-    elif torch.cuda.is_available():
-        chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    else:
-        chosen = torch.device("cpu")
+def _take_device(place: Place, asked: str | torch.device | None) -> torch.device:
+    chosen = choose_device(place, asked, count_gpus())
     if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError(f"device '{asked}' was asked for, but torch sees no GPU here; use device='cpu'")
         torch.cuda.set_device(chosen)
     return chosen
 
@@ -298,105 +310,7 @@ def _joined(world: World, backend: str | None) -> World:
     if mark := os.environ.get(BOUND_MARK):
         Path(mark).touch()  # from now on others may wait for us
     wanted = backend or _choose_backend(world.place, world.device)
-    agreed, control = _join(world.place, world.device, wanted, world.timeout)
-    return replace(world, backend=agreed, control=control)
-
-
-def _join(place: Place, chosen: torch.device, wanted: str, timeout: float) -> tuple[str, dist.ProcessGroup]:
-    if place.one_host and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this host has business here
-    limit = timedelta(seconds=timeout)
-    store = _open_store(place, limit)
-    backend = _roll_call(place, store, wanted, timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=limit,
-        device_id=chosen if backend == "nccl" else None,
-    )
+    join = world.role.join_timeout if world.role.endpoints else world.timeout
+    agreed, control = join_ranks(world.place, world.device, wanted, world.timeout, join)
     atexit.register(_leave)
-    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
-    assert control is not None
-    return backend, control
-
-
-def _open_store(place: Place, limit: timedelta) -> Store:
-    """The meeting point. Rank 0 serves it, on loopback when the whole job is on one host."""
-    served_by_agent = os.environ.get(AGENT_STORE) == "True"
-    attempt = os.environ.get(RESTART_COUNT, "0")
-    serve = place.rank == 0 and not served_by_agent
-    listener = _listen(place) if serve else None
-    try:
-        store = TCPStore(
-            place.master_addr,
-            place.master_port,
-            is_master=serve,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener else None,
-        )
-    except dist.DistNetworkError:
-        raise PeerLost(
-            f"rank {place.rank} could not reach rank 0 at {place.master_addr}:{place.master_port} within "
-            f"{limit.total_seconds():.0f} s; is rank 0 running, and is that address reachable from here?"
-        ) from None
-    return PrefixStore(f"echelon/attempt-{attempt}", store)
-
-
-def _listen(place: Place) -> socket.socket:
-    address = LOOPBACK if place.one_host else place.master_addr
-    try:
-        family = socket.getaddrinfo(address, place.master_port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, place.master_port))
-        listener.listen(2048)
-    except OSError as error:
-        raise UsageError(
-            f"rank 0 cannot listen on {address}:{place.master_port}: {error.strerror or error}; "
-            "choose a free port and an address of this host (MASTER_PORT, MASTER_ADDR)"
-        ) from None
-    return listener
-
-
-def _roll_call(place: Place, store: Store, wanted: str, timeout: float) -> str:
-    """Wait for every rank to show up, so that a missing one is named instead of waited for in silence.
-
-    Returns the backend for all: Gloo as soon as one rank cannot have NCCL (it shares its GPU, say).
-    """
-    everyone = range(place.world_size)
-    missing, deadline = set(everyone), time.monotonic() + timeout
-    try:
-        store.set(f"here/{place.rank}", wanted)
-        while missing := {rank for rank in missing if not store.check([f"here/{rank}"])}:
-            if time.monotonic() > deadline:
-                raise PeerLost(
-                    f"rank {place.rank} waited {timeout:.0f} s, but of {place.world_size} processes these did not "
-                    f"join: rank {_names(missing)}; look at their logs, or start them"
-                )
-            time.sleep(0.01)
-        wishes = {bytes(wish).decode() for wish in store.multi_get([f"here/{rank}" for rank in everyone])}
-    except dist.DistError:
-        raise PeerLost(
-            f"rank {place.rank}: rank 0 has gone, while these had not joined: rank {_names(missing)}; look at its log"
-        ) from None
-    return wishes.pop() if len(wishes) == 1 else "gloo"
-
-
-def _names(ranks: set[int]) -> str:
-    return ", ".join(str(rank) for rank in sorted(ranks))
-
-
-def _one_line_errors() -> None:
-    """An error we can explain is printed as its one line; anything else keeps its traceback."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, EchelonError):
-            print(f"echelon: {error}", file=sys.stderr)
-        else:
-            previous(kind, error, trace)
-
-    sys.excepthook = hook
+    return replace(world, backend=agreed, control=control)

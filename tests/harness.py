@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("ECHELON_WAIT_NOTICE", "60")  # on a busy machine a rank may be late by more than 5 s
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the fork server: ranks share two cores
 #: One for all tests: whoever names other preloads last would take these from everybody.
 context = multiprocessing.get_context("forkserver")
@@ -45,8 +46,20 @@ context.set_forkserver_preload(
 
 #: By this name pytest's workers know who they are, and their ranks whose they are.
 WORKER = "PYTEST_XDIST_WORKER"
+#: What ranks are told; a test that starts its processes otherwise takes it away.
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 #: Seconds after which ranks hang, however busy the machine.
 LIMIT = 150.0
+
+
+#: Set by `make test-gpu`: ranks train on a GPU.
+ON_GPU = os.environ.get("ECHELON_TEST_GPU") == "1"
+
+
+def tolerance_of(limit: float) -> float:
+    """Return the difference to allow: on a GPU, kernels of another batch size add in another order, and more cannot be
+    asked of fp32 than 1e-5."""
+    return max(limit, 1e-5) if ON_GPU else limit
 
 
 class RankFailed(AssertionError):
@@ -165,15 +178,35 @@ def _rank_entry(pipe: Connection, env: dict[str, str], rank_main: Callable[..., 
     import torch
 
     torch.set_num_threads(1)
+    # Parity is measured in fp32, on GPUs too: cuDNN computes in TF32, and has algorithms (Winograd, FFT) of less
+    # precision, of which it takes another for another batch size. Tests of the fast path switch it on.
+    torch.backends.cudnn.enabled = False
     try:
         result = rank_main(*args, **kwargs)
     except BaseException as error:
         result = Raised(type(error).__name__, str(error), traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(result))  # by value: the pipe's own pickler would share memory with a dying process
+    pipe.send_bytes(_packed(result))  # by value: the pipe's own pickler would share memory with a dying process
     # Peers may still be talking to this rank: the parent hangs up when all have returned. A rank that raised does not
     # wait for those who may be waiting for it.
     pipe.poll(2.0 if isinstance(result, Raised) else None)
     os._exit(0)
+
+
+class _HostPickler(pickle.Pickler):
+    """A pickler that brings tensors to the host's memory: the tests' own process uses no GPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _packed(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    _HostPickler(buffer).dump(result)
+    return buffer.getvalue()
 
 
 def _environment(rank: int, ranks: int, hosts: int, port: int) -> dict[str, str]:

@@ -18,6 +18,19 @@ from echelon.plan.record import Recording, record
 CPU = torch.device("cpu")
 
 
+class FixedWeights:
+    """A weight for every micro-batch, whatever its loss averages over."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+
+    def of_loss(self, micro: int, loss: Tensor) -> float:
+        return self._weights[micro]
+
+    def of_auxiliary(self, micro: int) -> float:
+        return self._weights[micro]
+
+
 class Staged:
     """Runs forward of all stages in order, then backward in reverse, as a schedule with one micro-batch at a time."""
 
@@ -43,7 +56,7 @@ class Staged:
 
     def begin(self, batches: Sequence[Any], weights: Sequence[float], training: bool = True) -> None:
         for runner in dict.fromkeys(self.runners.values()):
-            runner.begin(batches, weights, training)
+            runner.begin(batches, FixedWeights(weights) if training else None)
 
     def forward(self, micro: int) -> dict[str, Tensor | None]:
         made: dict[str, Tensor | None] = {}

@@ -11,7 +11,8 @@ from harness import run
 from torch import Tensor, nn
 
 import echelon
-from echelon.parallel.batch_norm import _alone, _alone_in_plain_words, synchronize
+from echelon.parallel.batch_norm import _alone, _alone_in_plain_words
+from echelon.parallel.shared_norms import synchronize
 
 VARIANTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(5), (5,)),
@@ -31,7 +32,7 @@ def both(variant: str) -> list[tuple[Tensor, Tensor]]:
     make, shape = VARIANTS[variant]
     world = echelon.init()
     torch.manual_seed(1)
-    whole = make()
+    whole = make().to(world.device)
     for p in whole.parameters():
         nn.init.uniform_(p, 0.5, 1.5)
     ours = nn.Sequential(copy.deepcopy(whole))
@@ -43,6 +44,7 @@ def both(variant: str) -> list[tuple[Tensor, Tensor]]:
     for step in range(3):
         x = torch.randn(8, *shape, dtype=dtype, generator=torch.Generator().manual_seed(step)) * 2 + shift
         weight = torch.randn(8, *shape, dtype=dtype, generator=torch.Generator().manual_seed(50 + step))
+        x, weight = x.to(world.device), weight.to(world.device)
         a, b = x[rows].clone().requires_grad_(), x.clone().requires_grad_()
         mine, expected = ours(a), whole(b)
         (mine * weight[rows]).sum().backward()

@@ -163,7 +163,7 @@ def test_unknown_options_suggest_the_nearest() -> None:
         Strategy(gradient_mege=2)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="expected bool, 'bf16', 'fp16', Amp or None"):
         Strategy(amp="bf61")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"Strategy\(gradient_merge=True\): expected int"):
+    with pytest.raises(UsageError, match=r"Strategy\(gradient_merge=True\): expected the number of steps"):
         Strategy(gradient_merge=True)
     with pytest.raises(UsageError, match=r"Strategy\(clip=-1\): expected a norm above 0"):
         Strategy(clip=-1)

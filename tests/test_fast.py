@@ -28,7 +28,7 @@ from echelon.fast.chosen import Chosen
 from echelon.fast.decide import OFF, decide
 from echelon.fast.fused import fuse
 from echelon.fast.lines import lines
-from echelon.fast.look import traits_of, with_chosen
+from echelon.fast.look import asked_of, traits_of, with_chosen
 from echelon.fast.path import prepare
 from echelon.fast.traits import Machine, Traits
 from echelon.plan import Plan, make_plan
@@ -95,6 +95,13 @@ def test_each_part_is_switched_off_alone(part: str) -> None:
     both = vars(decide(Fast(), None, traits)), vars(chosen)
     assert not getattr(chosen, field)
     assert {name for name in both[0] if both[0][name] != both[1][name]} == {field}
+
+
+def test_the_environment_switches_off_what_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_of(Strategy()) == Fast()
+    monkeypatch.setenv("ECHELON_FAST", "0")
+    assert asked_of(Strategy()) is OFF
+    assert asked_of(Strategy(fast=Fast(compile=True))) == Fast(compile=True)
 
 
 def test_switched_off_means_nothing_at_all() -> None:
@@ -351,7 +358,7 @@ def train(strategy: Strategy, lengths: tuple[int, ...] = (8, 5, 8, 6)) -> Traine
         for step, length in enumerate(lengths):
             torch.manual_seed(100 * step + echelon.rank())
             losses.append(float(engine.step(torch.randn(length, 8), torch.randint(3, (length,)))))
-        assert list(model.state_dict()) == list(Blocks().state_dict())
+        assert list(model.state_dict(keep_vars=True)) == list(Blocks().state_dict())
         losses.append(engine.evaluate([(torch.ones(4, 8), torch.ones(4, dtype=torch.long))])["loss"])
         weights = list(engine.whole_state().values())
         engine.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import struct
 import sys
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,35 @@ def test_a_traceback_begins_with_the_users_own_code() -> None:
         launch(divide, procs=1)
     assert "in divide" in str(caught.value)
     assert "notebook.py" not in str(caught.value).replace("test_notebook.py", "")
+
+
+def test_ranks_do_not_collect_the_callers_garbage() -> None:
+    """A process group's destructor waits for threads, and those of the caller do not exist in a fork."""
+    is_forked = False
+
+    def collect() -> None:
+        if is_forked:
+            gc.collect()
+
+    os.register_at_fork(after_in_child=collect)  # at the worst moment; nothing takes it back, hence the flag
+    store = torch.distributed.HashStore()
+    cycle: list[Any] = [torch.distributed.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        is_forked = True
+        assert launch(lambda: 7, procs=2) == [7, 7]
+        assert gc.get_freeze_count() == 0
+    finally:
+        is_forked = False
+        gc.enable()
+
+
+def test_a_rank_that_crashes_shows_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match="killed by SIGSEGV"):
+        launch(lambda: os.kill(os.getpid(), signal.SIGSEGV), procs=1)
+    assert "Fatal Python error: Segmentation fault" in capsys.readouterr().out
 
 
 CELLS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import warnings
@@ -21,15 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 import echelon
-from echelon.parallel.batch_norm import synchronize
 from echelon.parallel.layout import Layout
 from echelon.parallel.recompute import apply_recompute
 from echelon.parallel.shard import Shards
 from echelon.parallel.shard.rows import cut_all
 from echelon.parallel.shard.units import find_units
-from echelon.plan.make import batch_norm_names
+from echelon.parallel.shared_norms import synchronize
+from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.segments import find_segments
 
 # ---- a small training loop of its own: one process without Shards, or any number with them ----
@@ -114,7 +116,7 @@ def train_step(
     optimizer.step()
     if shards is not None:
         assert all(p.grad is None for p in model.parameters())
-        shards.after_step()
+        shards.after_step(["main"])
     return total
 
 
@@ -237,7 +239,47 @@ class Mixed(nn.Module):
         return self.both(h + self.conv(images).mean((1, 2, 3), keepdim=True)[:, 0, 0])
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "mixed": Mixed}
+class Adapted(nn.Module):
+    """Pre-norm blocks of which only ``q`` is trained, as LoRA does: frozen weights are needed behind the last gradient.
+
+    ``checkpointed``: blocks recompute themselves, as those of transformers do.
+    """
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+        self.checkpointed = checkpointed
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".q." in name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+class AdaptedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rnn = nn.LayerNorm(6), nn.GRU(6, 6, batch_first=True)
+        self.q, self.o = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.rnn(F.linear(self.norm(x), self.o.weight)[:, None])[0][:, 0]
+        x = x + self.o(torch.tanh(self.q(h)))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "odd": Odd,
+    "mixed": Mixed,
+    "adapted": Adapted,
+    "adapted, checkpointed": functools.partial(Adapted, checkpointed=True),
+}
 
 
 # ---- the law ----
@@ -288,6 +330,13 @@ def test_recomputed_blocks_applied_before_or_after_sharding() -> None:
         [Job("transformer", level, recompute=when, merge=2) for when in ("before", "after") for level in (2, 3)],
         ranks=2,
     )
+
+
+def test_recomputed_blocks_with_frozen_weights_give_the_numbers_of_one_process() -> None:
+    """A block's last gradient is made before backward has gone through its frozen norm."""
+    jobs = [Job("adapted", level, recompute=when) for when in ("", "before", "after") for level in (1, 2, 3)]
+    jobs += [Job("adapted, checkpointed", level) for level in (1, 2, 3)]
+    all_same(jobs, ranks=2)
 
 
 def test_autocast_gives_the_same_bits_at_every_level_and_keeps_no_copies() -> None:
@@ -481,7 +530,7 @@ def several(level: int) -> dict[str, Tensor]:
             shards.reducer("main").finish()
         optimizer.step()
         if shards:
-            shards.after_step()
+            shards.after_step(["main"])
     return report(model, shards, [], []).weights
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from echelon.annotation import annotate, collect, replicate, split, stage
+from echelon.device_placement import placement_table
 from echelon.errors import UsageError
-from echelon.slices import Slices, cluster, current, placement_table
+from echelon.slices import Slices, cluster, current
 
 
 def slices(order: tuple[int, ...], size: int) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
 from harness import run
-from staged import CPU, Staged, assert_same_step, plain_step
+from staged import CPU, FixedWeights, Staged, assert_same_step, plain_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -578,7 +578,7 @@ def unet_on_a_rank(name: ScheduleName, stages: dict[str, int]) -> tuple[dict[int
     keep_only(model, recording, hosted)
     defer = Later if name == "zero-bubble" else None
     runner = StageRunner(model, Objective(model, F.mse_loss, None, CPU), recording, hosted, CPU, defer)
-    runner.begin(batches, [0.25] * 4, training=True)
+    runner.begin(batches, FixedWeights([0.25] * 4))
     transfers = [Transfer(one.key, one.source, one.target) for one in recording.transfers]
     run_schedule(
         make_schedule(name, recording.stages, 2, 4), runner, transfers, Links(None, (0, 1), CPU, "gloo"), "one shape"

@@ -289,7 +289,9 @@ def test_equals_the_reference(name: str, trained: dict[str, list[Trained]]) -> N
 
 
 def _losses(case: Case, ranks: list[Rank], rank: int) -> np.ndarray:
-    """Ranks that step alone see their own loss, others the mean."""
-    if case.reference.local:
-        return np.array(ranks[rank].losses)
-    return np.mean([r.losses for r in ranks], axis=0)
+    """Ranks that step alone see their own loss, others the mean; the last of merged passes has that of the update."""
+    alone = case.reference.local
+    losses = np.array(ranks[rank].losses if alone else np.mean([r.losses for r in ranks], axis=0))
+    passes = losses.reshape(-1, case.reference.merge)
+    passes[:, -1] = passes.mean(axis=1)
+    return passes.reshape(-1)

@@ -90,7 +90,7 @@ def own_loop(told: str) -> list[Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
     engine = echelon.distribute(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), log=QUIET)
     g = torch.Generator().manual_seed(5)
-    x, y = torch.randn(12, 4, generator=g), torch.randn(12, 1, generator=g)
+    x, y = (torch.randn(12, width, generator=g).to(echelon.device()) for width in (4, 1))
     if echelon.world_size() > 1:
         x, y = (part[SHARES[echelon.rank()]] for part in (x, y))
     for _ in range(4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,13 @@ def test_a_log_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None
         echelon.distribute(
             net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=Log(dir=str(tmp_path / "file" / "log"))
         )
+
+
+def test_missing_tensorboard_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    train(str(tmp_path), tensorboard=True)
+    assert "echelon: tensorboard: it is not installed, so no files for it; pip install" in capsys.readouterr().out
+    assert len(records(tmp_path)) > 1
+    assert not (tmp_path / "tensorboard").exists()

@@ -1,26 +1,32 @@
 """Where checkpoints lie, and how one appears and disappears as a whole.
 
-    DIR/step-00000120/            complete, because it has this name
-    DIR/.step-00000130.writing/   being written; a leftover of a killed save otherwise
-    DIR/.step-00000110.removed/   being removed
-    DIR/.step-00000120.replaced/  the earlier one of the same step, while its successor takes the name
+    DIR/step-00000120/                    complete, because it has this name
+    DIR/.step-00000130-5f1c09aa.writing/  being written; a leftover of a killed save otherwise
+    DIR/.step-00000110.removed/           being removed
+    DIR/.step-00000120.replaced/          the earlier one of the same step, while its successor takes the name
 
 Only renames change what is complete, so a kill at any moment leaves the one state or the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
+import threading
 from pathlib import Path
 
 from echelon.errors import CheckpointError
 
 INDEX = "index.json"
+#: Directories that saves of this process write into now. Another engine of it must not take them for leftovers.
+under_way: set[Path] = set()
+_renaming = threading.RLock()  # saves of several engines run in threads, and rename in one directory
 _COMPLETE = re.compile(r"step-(\d{1,18})")
-_ASIDE = re.compile(r"\.step-(\d{1,18})\.(writing|removed|replaced)")
+_ASIDE = re.compile(r"\.step-(\d{1,18})(?:-[0-9a-f]{8})?\.(writing|removed|replaced)")
 
 
 def final_path(directory: Path, step: int) -> Path:
@@ -29,6 +35,11 @@ def final_path(directory: Path, step: int) -> Path:
 
 def aside_path(directory: Path, step: int, why: str) -> Path:
     return directory / f".step-{step:08d}.{why}"
+
+
+def writing_path(directory: Path, step: int) -> Path:
+    """A name that no other save has: where a file system has no locks, two jobs must not write into one directory."""
+    return directory / f".step-{step:08d}-{secrets.token_hex(4)}.writing"
 
 
 def tensor_file(rank: int) -> str:
@@ -66,49 +77,61 @@ def complete(directory: Path) -> dict[int, Path]:
     return replaced | found
 
 
-def open_aside(directory: Path, step: int) -> Path:
-    """An empty directory to write ``step`` into, with the leftovers of interrupted writes swept away."""
+def open_aside(directory: Path, aside: Path) -> None:
+    """Make ``aside``, an empty directory to write into, with the leftovers of interrupted writes swept away."""
     if not directory.is_dir():
         directory.mkdir(parents=True)
         sync_directory(directory.parent)
-    sweep(directory)
-    aside = aside_path(directory, step, "writing")
-    aside.mkdir()
-    return aside
+    with _renaming:
+        sweep(directory)
+        under_way.add(aside)
+        aside.mkdir()
 
 
 def publish(aside: Path, directory: Path, step: int) -> Path:
     """Give the finished ``aside`` its final name."""
     sync_directory(aside)
     final, replaced = final_path(directory, step), aside_path(directory, step, "replaced")
-    if final.exists():
-        final.rename(replaced)
-    aside.rename(final)
-    sync_directory(directory)
-    if replaced.exists():
-        remove_tree(replaced)
+    with _renaming:
+        if final.exists():
+            final.rename(replaced)
+        aside.rename(final)
+        sync_directory(directory)
+        if replaced.exists():
+            remove_tree(replaced)
     return final
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
     """Remove the oldest checkpoints up to ``step`` beyond ``keep``; a later step than ``step`` is not ours to judge."""
-    steps = sorted(old for old in complete(directory) if old <= step)
-    for old in steps[:-keep]:
-        removed = aside_path(directory, old, "removed")
-        complete(directory)[old].rename(removed)
-        sync_directory(directory)
-        remove_tree(removed)
+    with _renaming:
+        steps = sorted(old for old in complete(directory) if old <= step)
+        for old in steps[:-keep]:
+            removed = aside_path(directory, old, "removed")
+            complete(directory)[old].rename(removed)
+            sync_directory(directory)
+            remove_tree(removed)
 
 
 def sweep(directory: Path) -> None:
     """Clear what interrupted writes and removals left; a replaced one without a successor gets its name back."""
     for path in _entries(directory):
-        if match := _ASIDE.fullmatch(path.name):
+        if (match := _ASIDE.fullmatch(path.name)) and path not in under_way:
             final = final_path(directory, int(match[1]))
             if match[2] == "replaced" and not final.exists():
                 path.rename(final)
             else:
-                remove_tree(path)
+                _clear(path, aside_path(directory, int(match[1]), "removed"))
+
+
+def _clear(path: Path, removed: Path) -> None:
+    """Remove a leftover, after a rename: should it be another job's after all, that cannot publish half of it."""
+    with contextlib.suppress(FileNotFoundError):
+        if path != removed:
+            if removed.exists():
+                remove_tree(removed)
+            path.rename(removed)
+        remove_tree(removed)
 
 
 def remove_tree(path: Path) -> None:

@@ -34,7 +34,7 @@ class Save:
         self._directory = directory
         self._step = step
         self._keep = keep
-        self._aside = layout.aside_path(directory, step, "writing")
+        self._aside = layout.writing_path(directory, step)  # rank 0's counts
         self.final = layout.final_path(directory, step)
         self._facts: dict[str, Any] = {}
         self._held: Held = []
@@ -49,7 +49,8 @@ class Save:
             self._held = local_pieces(tensors)
             return {"step": self._step, "pieces": self._allotment.offer([piece for piece, _ in self._held])}
 
-        shares = self._peers.agree(self._doing, offer, self._allot)
+        shares, aside = self._peers.agree(self._doing, offer, self._allot)
+        self._aside = self._directory / aside
         mine = self._allotment.settle([piece for piece, _ in self._held], shares, self._peers.rank)
         self._share = [self._held[position] for position in mine]
         self._share.sort(key=lambda held: -held[0].dtype.itemsize)  # so that each tensor lies aligned to its dtype
@@ -71,20 +72,22 @@ class Save:
                 with suppress(OSError):  # what is left is swept at the next save
                     layout.remove_tree(self._aside)
             raise
+        finally:
+            layout.under_way.discard(self._aside)
 
     @property
     def _doing(self) -> str:
         return f"saving step {self._step}"
 
-    def _allot(self, offers: list[Any]) -> list[list[int]] | None:
+    def _allot(self, offers: list[Any]) -> tuple[list[list[int]] | None, str]:
         for rank, offer in enumerate(offers):
             if offer["step"] != self._step:
                 raise CheckpointError(
                     f"rank 0 saves step {self._step}, but rank {rank} step {offer['step']}; call save together"
                 )
         shares = self._allotment.allot([offer["pieces"] for offer in offers])
-        self._on_disk(lambda: layout.open_aside(self._directory, self._step))
-        return shares
+        self._on_disk(lambda: layout.open_aside(self._directory, self._aside))
+        return shares, self._aside.name
 
     def _write_share(self) -> dict[str, Any]:
         if self._failure is not None:
@@ -133,7 +136,12 @@ class Save:
             raise CheckpointError(f"the tensors of the ranks do not fit together: {error}") from error
         for name, record in index.files.items():
             path = self._aside / name
-            if not path.is_file() or path.stat().st_size != record.nbytes:
+            whole = path.is_file() and path.stat().st_size == record.nbytes
+            if not whole and name == layout.tensor_file(self._peers.rank):
+                raise CheckpointError(
+                    f"{path} was changed while it was saved; let one job alone write into a directory"
+                )
+            if not whole:
                 raise CheckpointError(
                     f"rank 0 does not see {path}, which another rank wrote; choose a directory that all hosts share"
                 )

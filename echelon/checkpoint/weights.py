@@ -14,8 +14,12 @@ from echelon.checkpoint.tensorfile import Slot
 from echelon.errors import CheckpointError
 
 
-def export(path_or_dir: str | os.PathLike[str], out: str | os.PathLike[str], prefix: str = "model.") -> int:
+def export(
+    path_or_dir: str | os.PathLike[str], out: str | os.PathLike[str], prefix: str = "model.", *, ema: bool = False
+) -> int:
     """Write the tensors whose names begin with ``prefix``, without it, to ``out``; how many there were.
+
+    ema: where the checkpoint has a moving average of a tensor, write that
 
     Weights that the model ties are stored once; the file has them under each of their names, as the fact ``aliases``
     (second name: first name) tells. One tensor at a time is in memory.
@@ -24,6 +28,11 @@ def export(path_or_dir: str | os.PathLike[str], out: str | os.PathLike[str], pre
     sources = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
     if not sources:
         raise CheckpointError(f"{stored.path} holds no tensor under '{prefix}'; it holds {_some(stored.names())}")
+    if ema:
+        averages = {name.removeprefix("ema."): name for name in stored.names() if name.startswith("ema.")}
+        if not averages:
+            raise CheckpointError(f"{stored.path} holds no averaged weights; call engine.ema(...) in the script")
+        sources |= averages
     sources |= {second: sources[first] for second, first in _aliases(stored) if first in sources}
     _write(Path(out), stored, sources)
     return len(sources)

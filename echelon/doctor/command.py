@@ -10,7 +10,6 @@ from pathlib import Path
 
 from echelon.environment import DOCTOR_RESULT
 from echelon.errors import UsageError
-from echelon.zoo.train.launcher import run_command
 
 MODULE = "echelon.doctor.examine"
 
@@ -39,6 +38,8 @@ def doctor_words(words: Sequence[str], checkpoint: str | None, json: str | None,
 
 
 def _run(words: list[str]) -> int:
+    from echelon.cli.app import run_command
+
     return int(run_command().main(args=words, prog_name="echelon doctor", standalone_mode=False) or 0)
 
 
@@ -48,4 +49,4 @@ def _has_log_dir(words: Sequence[str]) -> bool:
 
 def _check_place(path: Path) -> None:
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"--json {path}: there is no directory {path.absolute().parent}; make it, or name another")
+        raise UsageError(f"--save {path}: there is no directory {path.absolute().parent}; make it, or name another")

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from echelon.device_choice import choose_device, count_gpus
 from echelon.doctor.bounded import Facts
 from echelon.environment import Place
 from echelon.planner.machines.bench.products import product_row
@@ -17,10 +18,8 @@ _GPU_SIDE, _CPU_SIDE, _GPU_STREAM, _CPU_STREAM = 8192, 512, 2**30, 2**26
 
 
 def device_of(place: Place) -> torch.device:
-    """As ``echelon.init`` deals them out."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    """Return the device that ``echelon.init`` would choose."""
+    return choose_device(place, None, count_gpus())
 
 
 def describe(place: Place) -> Facts:

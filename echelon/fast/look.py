@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from echelon.environment import FAST
 from echelon.fast.chosen import Chosen
 from echelon.fast.compiled import is_compiled
 from echelon.fast.decide import OFF, decide
@@ -30,6 +32,12 @@ Loss = Callable[..., Any]
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
+def asked_of(strategy: Strategy) -> Fast:
+    """Return the parts that a strategy asks for; ECHELON_FAST=0 switches all off where it does not mention them."""
+    unwanted = strategy.fast is None and os.environ.get(FAST) == "0"
+    return OFF if unwanted or strategy.fast is False else strategy.part(Fast) or Fast()
+
+
 def quickened(
     plan: Plan,
     strategy: Strategy,
@@ -40,7 +48,7 @@ def quickened(
     loss: Loss | None = None,
 ) -> Plan:
     """The plan with its fast path. All ranks call it together: what one device lacks, none uses."""
-    asked = OFF if strategy.fast is False else strategy.part(Fast) or Fast()
+    asked = asked_of(strategy)
     amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies bring it along
     chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
     return with_chosen(plan, chosen)

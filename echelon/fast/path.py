@@ -18,6 +18,7 @@ from echelon.fast.padded import pad
 from echelon.fast.proof import State
 from echelon.objective import Objective
 from echelon.parallel.gradients import backward_of
+from echelon.parallel.loss_weights import weighs_losses
 from echelon.parallel.strides import follow_weights
 from echelon.plan import Plan
 
@@ -66,19 +67,24 @@ class FastPath:
         chosen = plan.fast
         self._channels_last = chosen.channels_last
         self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
-        self._model, self._passes = model, 0
+        self._model, self._objective, self._passes = model, objective, 0
         self._parameters = list(model.parameters())  # to go through all modules takes longer than to look at these
         self._compiling: Compiling | None = None
         loss = objective.loss
         if chosen.compiled:
             self._compiling = Compiling(say, model, loss)
             self._compiling.modules(model, chosen.compiled)
-            objective.change_loss(self._compiling.function)
+            if not weighs_losses(plan):  # a compiled loss does not show what it averages over
+                objective.change_loss(self._compiling.function)
         self._graphs = None
         if chosen.graphs:
             from echelon.fast.graphs import Graphs
 
             self._graphs = Graphs(plan, model, loss, say)
+
+    def stop_graphs(self) -> None:
+        """Run steps as written from now on."""
+        self._graphs = None
 
     def arrange(self, batch: Any) -> Any:
         """Images as convolutions want them; on the device, without waiting for it."""
@@ -88,7 +94,7 @@ class FastPath:
         """The loss, known when backward is over, and what that takes."""
         if self._compiling is not None:
             self._compiling.begin()
-        if self._graphs is not None:
+        if self._graphs is not None and self._objective.outputs is None:  # a graph gives a loss and nothing else
             return self._graphs.run(batch, lambda given: self._plain(given, forward))
         return self._plain(batch, forward)
 

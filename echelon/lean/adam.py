@@ -126,6 +126,11 @@ class LeanAdam(SharingOptimizer):
             self._ring.give_back(piece, slot)
         torch.autograd.graph.increment_version(entry.parameter)  # so that autograd refuses what needs the old one
 
+    @torch.no_grad()
+    def exact_weight(self, entry: Entry) -> Tensor:
+        """Return the fp32 weight of an entry whose remainder lies on the device."""
+        return forms.rejoined(entry.parameter.data, entry.kept["remainder"])
+
     def _rule(self, entry: Entry) -> Rule:
         group, step = entry.group, entry.kept["step"]
         rate, decay = float(group["lr"]) * self.factor(), group["weight_decay"]

@@ -44,14 +44,17 @@ class Memories:
         where = Where.for_next_engine()
         return None if where is None else Memories(where, world, keeper, company, statistics, say)
 
-    def newest(self) -> Stored | None:
-        """The newest copies that an earlier round has left, of no earlier step than the checkpoint."""
+    def newest(self, skipped: int = 0) -> Stored | None:
+        """The newest copies that an earlier round has left, of no earlier step than the checkpoint.
+
+        skipped: as many newer ones are passed over
+        """
         if self.where.round == 0:
             return None
         from echelon.memory.remembered import newest
 
         with self._company.explained():
-            return newest(self.where, self._keeper.newest_step(), self._world.control, self._world.rank)
+            return newest(self.where, self._keeper.newest_step(), self._world.control, self._world.rank, skipped)
 
     def after(self, step: int, at_once: bool = False) -> None:
         """Copy the state, if it is time after ``step``, which all ranks have done; ``at_once``: in any case."""

@@ -32,9 +32,14 @@ Copy = dict[str, Any]
 Told = dict[str, Any]
 
 
-def newest(where: Where, at_least: int, group: dist.ProcessGroup | None, rank: int) -> Remembered | None:
-    """The newest set, unless it is of a step before ``at_least``. All ranks ask together; rank 0 looks."""
-    found = _search(where, at_least) if rank == 0 else None
+def newest(
+    where: Where, at_least: int, group: dist.ProcessGroup | None, rank: int, skipped: int = 0
+) -> Remembered | None:
+    """The newest set, unless it is of a step before ``at_least``. All ranks ask together; rank 0 looks.
+
+    skipped: as many newer ones are passed over
+    """
+    found = _search(where, at_least, skipped) if rank == 0 else None
     with waiting("search for copies in memory", "", group):
         told = _tell(found, group)
     return Remembered(told, where) if told is not None else None
@@ -81,8 +86,8 @@ def _fetch(line: Line, chunk: Chunk) -> torch.Tensor:
     return dtypes.tensor_of(content, chunk.dtype, chunk.sizes)
 
 
-def _search(where: Where, at_least: int) -> Told | None:
-    """The newest set that is complete. A host that does not answer has nothing."""
+def _search(where: Where, at_least: int, skipped: int) -> Told | None:
+    """The newest set but ``skipped`` that is complete. A host that does not answer has nothing."""
     sets: dict[tuple[int, int, int, int], dict[int, Copy]] = {}
     with contextlib.ExitStack() as stack:
         lines: dict[int, Line] = {}
@@ -101,7 +106,9 @@ def _search(where: Where, at_least: int) -> Told | None:
                 continue
             with contextlib.suppress(OSError, Refused):
                 if (told := _described(step, [ranks[rank] for rank in range(world)], lines)) is not None:
-                    return told
+                    if not skipped:
+                        return told
+                    skipped -= 1
     return None
 
 

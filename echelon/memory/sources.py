@@ -3,8 +3,8 @@ it is done once, and then only looked whether everything still is where it was."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,24 @@ from torch import Tensor
 from echelon.parallel.holdings import Holdings
 from echelon.state import encode, optimizer_groups
 
+if TYPE_CHECKING:
+    from echelon.parallel.averages import Averages
+
 
 class Sources:
-    """``changing``: a strategy keeps tensors of its own, of which nothing is known here."""
+    """``changing``: a strategy keeps tensors of its own, of which nothing is known here.
+    ``average``: the run's moving average of weights, which may begin at any time; its tensors stay where they are.
+    """
 
     def __init__(
-        self, holdings: Holdings, optimizers: Mapping[str, torch.optim.Optimizer], changing: bool = False
+        self,
+        holdings: Holdings,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        changing: bool = False,
+        average: Callable[[], Averages | None] = lambda: None,
     ) -> None:
         self._holdings, self._optimizers, self._changing = holdings, optimizers, changing
+        self._average, self._averages = average, average()
         self._parameters = [(value, value.data_ptr()) for value in holdings.parameters.values()]
         modules = holdings.model.modules()
         self._buffers = [(m._buffers, name, value) for m in modules for name, value in m._buffers.items()]
@@ -35,7 +45,7 @@ class Sources:
 
     def unchanged(self) -> bool:
         """Plain loops: with 160 parameters they take half the time that generators do, and this is asked every step."""
-        if self._changing or not self._same_states():
+        if self._changing or self._average() is not self._averages or not self._same_states():
             return False
         for parameter, at in self._parameters:
             if parameter.data_ptr() != at:
@@ -59,7 +69,9 @@ class Sources:
         return all(len(state) == size for state, size in self._sizes)
 
     def parameter_of(self, name: str) -> str | None:
-        """Of a tensor ``optimizer.<optimizer>.<parameter>.<field>``, the parameter."""
+        """Of a tensor ``optimizer.<optimizer>.<parameter>.<field>`` or ``ema.<parameter>``, the parameter."""
+        if name.startswith("ema."):
+            return name.removeprefix("ema.")
         for key in self._optimizers:
             if name.startswith(prefix := f"optimizer.{key}."):
                 return name.removeprefix(prefix).rpartition(".")[0]

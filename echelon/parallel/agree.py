@@ -16,13 +16,17 @@ from torch.utils._pytree import tree_leaves
 from echelon.data.likeness import Likeness
 from echelon.environment import CHECK
 from echelon.errors import DataError, MismatchError
+from echelon.parallel.alike import AlikeBatches
 from echelon.parallel.collective import gather_json
 from echelon.plan import Plan
 from echelon.plan.plan import first_difference
 from echelon.watch.activity import activity, calling
+from echelon.watch.judge import advice
 
 #: Steps in which all ranks say what they call before they begin; with ECHELON_CHECK=1 in all of them.
 FIRST_STEPS = 3
+#: Calls that a loop makes in every step. Others are rare, and always answer the roll.
+PER_STEP = frozenset({"step", "update", "reduce", "grad_norm", "clip_grad_norm_", "clip_grad_value_"})
 
 
 def agree(plan: Plan, group: dist.ProcessGroup) -> None:
@@ -76,6 +80,7 @@ class RollCall:
         self._group: dist.ProcessGroup | None = None
         self._left = FIRST_STEPS
         self._always = os.environ.get(CHECK, "") not in ("", "0")
+        self._alike = AlikeBatches()
 
     def open(self) -> None:
         """Now, while all ranks are surely there: who makes connections to a rank that is gone waits for the time limit,
@@ -96,6 +101,7 @@ class RollCall:
         batch: Any = None,
         sharers: Sequence[int] = (),
         data: Sequence[Likeness | None] = (),
+        fed: Sequence[Any] = (),
     ) -> str | None:
         """Raise on every rank when one makes another call than rank 0, or at another step. A line of what may go on,
         but is hardly meant.
@@ -103,21 +109,22 @@ class RollCall:
         what:    what else must be the same: which optimizer
         sharers: the ranks that were given one batch together
         data:    what is dealt out to all ranks, one data set after the other
+        fed:     what the script has fed this rank by itself, see ``AlikeBatches``
         """
         if self._make is None or not self._asked(call):
             return None
         self.open()
         assert self._group is not None
         shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] if sharers else []
-        mine = [call, step, what, list(sharers), shapes, list(data)]
+        mine = [call, step, what, list(sharers), shapes, list(data), list(fed)]
         found = gather_json(mine, self._group, "roll call", f"{call}()")
         _compare_calls(found)
         _compare_shapes(found)
         remarks = [_compare_data(each) for each in zip(*(one[5] for one in found), strict=False)]
-        return next(filter(None, remarks), None)
+        return next(filter(None, remarks), None) or self._alike.remark([one[6] for one in found])
 
     def _asked(self, call: str) -> bool:
-        if self._always or call not in ("step", "update"):
+        if self._always or call not in PER_STEP:
             return True
         self._left -= 1
         return self._left >= 0
@@ -128,7 +135,7 @@ def _compare_calls(found: list[Any]) -> None:
         if one[:3] != found[0][:3]:
             raise MismatchError(
                 f"rank {rank} calls {_call_in_words(one, found[0])} while rank 0 calls "
-                f"{_call_in_words(found[0], one)}; every rank must make the same calls in the same order"
+                f"{_call_in_words(found[0], one)}; {advice(one[0], found[0][0])}"
             )
 
 
@@ -138,7 +145,7 @@ def _call_in_words(one: list[Any], other: list[Any]) -> str:
 
 
 def _compare_shapes(found: list[Any]) -> None:
-    for rank, (_, step, _, sharers, shapes, _) in enumerate(found):
+    for rank, (_, step, _, sharers, shapes, *_) in enumerate(found):
         first = min(sharers, default=rank)
         if shapes != found[first][4]:
             raise MismatchError(
@@ -161,6 +168,18 @@ def _compare_data(found: Sequence[Any]) -> str | None:
     strangers = [rank for rank, data in known.items() if data != known[first]]
     if not strangers:
         return None
+    if known[strangers[0]].read != known[first].read:
+        return (
+            f"rank {strangers[0]} reads other samples from its stream than rank {first}; engine.loader() lets all "
+            "ranks read one stream, of which each keeps its share: let the stream not go by the rank, or add rank=0, "
+            "world_size=1 where each rank keeps all that it reads"
+        )
+    if known[strangers[0]].contents == known[first].contents:
+        return (
+            f"the sampler of rank {strangers[0]} draws another order than that of rank {first}; engine.loader() deals "
+            "one order out to all ranks: let the sampler draw from torch, numpy or random, or from a generator with "
+            "one seed on all ranks"
+        )
     return (
         f"rank {strangers[0]} was given another data set than rank {first}; engine.loader() deals one data set out to "
         "all ranks: make random data and random splits before distribute(), after which every rank has random numbers "

@@ -7,19 +7,16 @@ given, batch norm in evaluation mode is the forward, and its backward yields all
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.parallel.collective import all_gather, start_small_sum
-
-BatchNorm = nn.modules.batchnorm._BatchNorm
-
 
 _idle = False
 
@@ -43,30 +40,36 @@ class idle:
         _idle = False
 
 
-def synchronize(model: nn.Module, names: Iterable[str], group: dist.ProcessGroup) -> None:
-    """Let the named batch-norm layers share their statistics. Weights, buffers and names stay as they are."""
-    modules = dict(model.named_modules())
-    for name in names:
-        module = modules[name]
-        kind = type(module)
-        # A class of its own rather than a patched method: a deep copy of the model stays a model of its own.
-        module.__class__ = type(f"Synchronized{kind.__name__}", (_Synchronized, kind), {"group": group})
+def is_idle() -> bool:
+    """Return True while this rank runs a stand-in batch."""
+    return _idle
 
 
-class _Synchronized(BatchNorm):
-    group: dist.ProcessGroup
+def batch_norm_over(
+    group: dist.ProcessGroup,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    attend: Callable[[str], None] | None = None,
+) -> Tensor:
+    """Return what ``F.batch_norm`` in training mode gives for the batches of all ranks of ``group`` together.
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training and self.track_running_stats:
-            return super().forward(x)
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        mean, var, total = _global_statistics(x, self.group)
-        if self.training and self.track_running_stats:
-            _track(self, mean, var, total)
-        result: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, mean, var, total, self.eps, self.group
-        )
-        return result
+    attend: called with "forward" and "backward" before numbers are exchanged there
+    """
+    if attend is not None:
+        attend("forward")
+    mean, var, total = _global_statistics(x, group)
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        unbiased = var * (total / (total - 1))
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    result: Tensor = _Normalize.apply(x, weight, bias, mean, var, total, eps, group, attend)  # type: ignore[no-untyped-call]
+    return result
 
 
 @torch.no_grad()
@@ -93,27 +96,12 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (x - _broadcast(mean, x)).square_().mean(dims)
 
 
-@torch.no_grad()
-def _track(module: BatchNorm, mean: Tensor, var: Tensor, total: Tensor) -> None:
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-    momentum = module.momentum
-    if momentum is None:  # cumulative average
-        assert module.num_batches_tracked is not None
-        momentum = 1.0 / float(module.num_batches_tracked)
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-    unbiased = var * (total / (total - 1))
-    module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
-
-
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, weight, bias, mean, var, total, eps, group = args
+        x, weight, bias, mean, var, total, eps, group, ctx.attend = args
         ctx.save_for_backward(x, weight, mean, var, total)
-        ctx.eps, ctx.group, ctx.idle = eps, group, _idle
+        ctx.eps, ctx.group, ctx.idle, ctx.has_bias = eps, group, _idle, bias is not None
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod
@@ -121,13 +109,15 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var, total = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=_layout(x))
         dx, dw, db = _alone(dy, x, weight, mean, var, ctx.eps)
+        if ctx.attend is not None:
+            ctx.attend("backward")
         sums = start_small_sum(torch.stack([dw, db]).to(mean.dtype), ctx.group)()
         if ctx.idle:  # this rank's input is not part of the statistics, so nothing flows back through them
             dx.zero_()
         else:
             dx.sub_(_through_statistics(x, weight, mean, torch.rsqrt(var + ctx.eps), sums / total))
-        given = (dw, db) if weight is not None else (None, None)
-        return dx, *given, None, None, None, None, None
+        given = dw if weight is not None else None, db if ctx.has_bias else None
+        return dx, *given, None, None, None, None, None, None
 
 
 def _alone(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class Census:
         """The 2-norm over the gradients of the whole model."""
         if self._group is None:
             values = _values(parameters)
-            return nn.utils.get_total_norm(values) if values else torch.zeros(())
+            return total_norm(values) if values else torch.zeros(())
         values = _values(p for p in parameters if id(p) in self._counted)
         squares = [norm.double().square().to(device) for norm in torch._foreach_norm(values)] if values else []
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.double, device=device)
@@ -45,6 +45,13 @@ class Census:
 
 
 @torch.no_grad()
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm over all tensors, as torch's function does, which asks engines about their gradients first."""
+    norms = [norm.to(tensors[0].device) for norm in torch._foreach_norm(list(tensors))]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     max_norm: float,

@@ -19,6 +19,7 @@ from torch.optim.sgd import sgd
 
 from echelon.errors import UsageError
 from echelon.optim.sharing import SharingOptimizer, share_groups
+from echelon.parallel.clip import total_norm
 from echelon.parallel.collective import all_gather
 from echelon.parallel.compress import Compressor, apply_sparse, schedule_sparsity
 from echelon.parallel.groups import Groups
@@ -138,7 +139,7 @@ class SparseMomentum(SharingOptimizer):
         if self._clip is None or not grads:
             return 1.0
         within = 1 if self._peers.within is None else dist.get_world_size(self._peers.within)
-        norm = nn.utils.get_total_norm(grads) * magnify / within
+        norm = total_norm(grads) * magnify / within
         limit = self._clip * self._peers.parts**-0.5
         return torch.clamp(limit / (norm + 1e-6), max=1.0)
 

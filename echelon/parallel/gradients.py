@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from echelon.errors import UsageError
+from echelon.errors import LossError, UsageError
 from echelon.parallel.clip import Census
 from echelon.parallel.dgc import SparseMomentum
+from echelon.parallel.loss_reduction import Count
 from echelon.parallel.precision import Scaler
 from echelon.parallel.reduce import Passes, Reducer, once
 from echelon.parallel.tally import StagedTally, TakesAlong, Tally
@@ -65,16 +66,21 @@ class Gradients:
         trainable = {spec.name: spec.trainable for spec in plan.model}
         self._frozen = [(name, parameter) for name, parameter in parameters.items() if not trainable[name]]
         self._sum = plan.reduce_op == "sum"
+        self._may_be_sum = plan.reduce_op == "auto"  # a pipeline's last stage tells after the first pass
+        self._adds_passes = False  # merged passes are added, not averaged: the loss itself is a sum over samples
         self._final = plan.lean is not None  # applied while backward runs: nothing can be put right afterwards
         self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: every pass is reduced at once
         # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
-        self._plain = not reducers and plan.gradient_merge == 1
-        self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_weight``
+        self._plain = not reducers and plan.gradient_merge == 1 and plan.pipeline is None
+        self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_assume``
+        self._assumed_rows: Tensor | float = 1.0  # of the same update
         self.merged = 0  #: forward passes since the last update
-        self.merged_samples: Tensor | float = 0.0  #: samples all ranks saw in them
-        self._own_samples = 0.0  # and this rank alone
+        self.merged_samples: Tensor | float = 0.0  #: what the losses of all ranks averaged over in them
+        self.merged_rows: Tensor | float = 0.0  #: rows of all ranks' batches in them
+        self.merged_loss: Tensor | float = 0.0  #: sum of all ranks' losses in them, times what they averaged over
+        self._own_samples: Count = 0.0  # and this rank alone
         self.weights: Tensor | float = 0.0  #: sum of what this rank's losses were multiplied by
-        self._boost = 1.0  # beyond the loss scale, see ``_weight``
+        self._boost = 1.0  # beyond the loss scale, see ``_assume``
         self._carrier: TakesAlong | None = None  # see ``ride``
         self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
         self._stale = True  # those of a finished update stay readable until the next backward begins
@@ -84,9 +90,21 @@ class Gradients:
         return self.merged == self._plan.gradient_merge
 
     @property
+    def is_reduced(self) -> bool:
+        """Return True if ranks share their gradients; False where each steps alone."""
+        return bool(self._reducers)
+
+    @property
     def own_samples(self) -> float:
-        """Samples that this rank saw since the last update."""
-        return self._own_samples
+        """What this rank's losses averaged over since the last update."""
+        return float(self._own_samples)
+
+    @property
+    def loss(self) -> Tensor | float:
+        """The loss of the update: over all ranks and merged passes the mean, or the sum where losses are sums."""
+        if self._adds_passes:
+            return self.merged_loss
+        return self.merged_loss / (self.merged if self._sum else self.merged_samples)
 
     @property
     def empty(self) -> bool:
@@ -95,34 +113,31 @@ class Gradients:
 
     def add(
         self,
-        backward: Callable[[Tensor | float], None],
-        samples: float,
+        backward: Callable[[], None],
         tally: Tally | StagedTally,
         clock: Clock,
         step: int,
         passes: Passes = once,
     ) -> None:
-        """``backward(weight)``: of the loss times that weight. The last of the merged passes also reduces, while
-        backward runs.
+        """Run ``backward``, which multiplies losses by what ``weigh`` returns. The last of the merged passes also
+        reduces, while backward runs.
 
         Every rank weights its loss by its part of the global batch, so that gradients are sums that add up over ranks
         and merged passes to the exact mean, however uneven the shares.
         """
         self.clear()
         self.merged += 1
-        weight = self._weight(samples, tally)
-        self.weights = self.weights + weight
+        self._assume(tally)
         if self.ready or self.holds_sums:
             self._arm(self._owned, step, passes)
-        backward(weight)
+        backward()
         clock.lap("backward")
-        self._own_samples += samples
         if not tally.rides:
-            self.merged_samples = self.merged_samples + tally.samples
+            self._note(tally)
         if self.ready or self.holds_sums:
             self._reduce(self._owned)
         if tally.rides:
-            self.merged_samples = tally.samples
+            self._note(tally)
         if self.ready:
             self._settle(self._owned, step)
             clock.lap("communicate")
@@ -153,12 +168,13 @@ class Gradients:
         self.clear()
         backward_of(loss, self._scaler.scale * (weight if self._together and not self._sum else 1.0))
 
-    def reduce(self, optimizers: Iterable[str], samples: float, tally: Tally, step: int, weighed: bool = False) -> None:
+    def reduce(self, optimizers: Iterable[str], samples: Count, tally: Tally, step: int, weighed: bool = False) -> None:
         """Reduce what ``add_local`` gathered, this rank counting as ``samples``; ``weighed`` there, or not yet."""
         self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
+        self.merged_rows = tally.rows
         self.assumed, self._boost = tally.samples, 1.0
         chosen = list(optimizers)
-        if self._together and not self._sum:
+        if self._together and not (self._sum or tally.is_sum):
             self._scale((1.0 if weighed else samples) / tally.samples)
         self._arm(chosen, step)
         self._reduce(chosen)
@@ -167,6 +183,7 @@ class Gradients:
     def applied(self) -> None:
         """The optimizer has used them."""
         self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
+        self.merged_rows, self.merged_loss = 0.0, 0.0
         self.weights = 0.0
         if self._final:
             self.assumed = None  # so that the next step waits for its own count
@@ -196,7 +213,7 @@ class Gradients:
         """The same, without waiting for a GPU that has not computed them yet."""
         return {
             "merged": self.merged, "merged_samples": self.merged_samples, "own_samples": self._own_samples,
-            "assumed": self.assumed,
+            "merged_rows": self.merged_rows, "merged_loss": self.merged_loss, "assumed": self.assumed,
         }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any], unreduced: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
@@ -205,33 +222,68 @@ class Gradients:
         self.clear()
         self.merged, self.assumed = facts["merged"], facts["assumed"]
         self.merged_samples, self._own_samples = facts["merged_samples"], facts["own_samples"]
+        # checkpoints of earlier versions have neither: rows were what was counted
+        self.merged_rows, self.merged_loss = (
+            facts.get("merged_rows", self.merged_samples),
+            facts.get("merged_loss", 0.0),
+        )
         for name, read in unreduced:
             parameter = self._gathering[name]
             grad = read().to(parameter.device)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _weight(self, samples: float, tally: Tally | StagedTally) -> Tensor | float:
-        """What the loss counts for: its samples, as a part of all that the update will have seen.
+    def _assume(self, tally: Tally | StagedTally) -> None:
+        """Settle what the weights of this pass are parts of: the samples of the previous update.
 
-        The part is of the previous update's samples: waiting here for the true number would hold a quick rank's
-        backward until the slowest has done its forward pass. All ranks assume the same, so the sum can be put right
-        afterwards, in the rare step where it must be.
+        Waiting here for the true number would hold a quick rank's backward until the slowest has done its forward
+        pass. All ranks assume the same, so the sum can be put right afterwards, in the steps where it must be.
 
         A loss scale is meant for the mean over one batch, as it is in one process; its part of a large global batch
         would be as much smaller as there are batches in it, and vanish in fp16. So that factor is taken along.
         """
         passes = self._plan.gradient_merge
+        if isinstance(tally, Tally) and tally.is_sum and not self._sum:
+            self._sum = self._adds_passes = True
         if self._scaler.active and not self._plain:
             self._boost = float(passes * (self._plan.replicas if self._together and not self._sum else 1))
+        if self._plain or self._sum or self.assumed is not None:
+            return
+        count, rows = tally.expected
+        self.assumed = count * passes if isinstance(count, Tensor) or count else 1.0
+        self._assumed_rows = rows * passes if isinstance(rows, Tensor) or rows else 1.0
+
+    def weigh(self, count: Count) -> Count:
+        """Return what a loss over ``count`` samples is multiplied by: its part of all that the update will see."""
         scale = self._scaler.scale * self._boost
-        if self._plain:
-            return scale
-        if self._sum:
-            return scale / passes
-        if self.assumed is None:
-            total = tally.samples * passes
-            self.assumed = total if isinstance(total, Tensor) or total else 1.0
-        return samples * scale / self.assumed
+        if self._plain or self._adds_passes:
+            weight: Count = scale
+        elif self._sum:
+            weight = scale / self._plan.gradient_merge
+        else:
+            assert self.assumed is not None
+            weight = count * scale / self.assumed
+        self.weights = self.weights + weight
+        return weight
+
+    def weigh_rows(self, rows: float) -> Count:
+        """Return the weight of a loss over rows, beside one that is over something else."""
+        scale = self._scaler.scale * self._boost
+        return scale / self._plan.gradient_merge if self._sum else rows * scale / self._assumed_rows
+
+    def weigh_sum(self) -> float:
+        """Return the weight of a loss that is a sum over samples."""
+        return self._scaler.scale * self._boost
+
+    def _note(self, tally: Tally | StagedTally) -> None:
+        """Add up what is known of a pass when its backward is over."""
+        if isinstance(tally, StagedTally) and self._may_be_sum:
+            self._may_be_sum = False
+            self._sum = self._adds_passes = tally.adds_up
+        self._own_samples = self._own_samples + tally.count
+        self.merged_samples = self.merged_samples + tally.samples
+        self.merged_rows = self.merged_rows + tally.rows
+        if self._plan.gradient_merge > 1:
+            self.merged_loss = self.merged_loss + tally.total
 
     @property
     def _together(self) -> bool:
@@ -254,7 +306,7 @@ class Gradients:
         for key in optimizers:
             sparsity = self._sparsity(key, step)
             if sparsity is not None and not self.overflowed:
-                own = self.merged_samples / self._own_samples if self._own_samples else 0.0
+                own = self.merged_samples / self._own_samples if self.own_samples else 0.0
                 self._compressors[key].exchange(sparsity, magnify=own)
 
     def _reduce(self, optimizers: Collection[str]) -> None:
@@ -280,6 +332,7 @@ class Gradients:
 
     def _correct(self, actual: Tensor | float) -> None:
         assert self.assumed is not None
+        self._assumed_rows = self.merged_rows
         # On a GPU comparing would wait for the device; there the multiplication is cheaper than the question.
         if isinstance(actual, Tensor) or actual != self.assumed:
             self._scale(self.assumed / actual)
@@ -301,6 +354,12 @@ def backward_of(loss: Tensor, weight: Tensor | float) -> None:
     else:
         told = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may be beyond it
         gradient = torch.scalar_tensor(told, dtype=loss.dtype, device=loss.device)
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any trained parameter; compute it from the model's output, without detach(), "
+            "argmax() or torch.no_grad(), and train some parameters (the loss that engine.step() returns has had its "
+            "backward already)"
+        )
     if type(loss) is not Tensor:
         loss.backward(gradient)  # type: ignore[no-untyped-call]
         return

@@ -99,6 +99,15 @@ class LocalSteps:
                 for name, buffer in self._model.named_buffers():
                     buffer.copy_(buffers[name])
 
+    @contextlib.contextmanager
+    def met(self) -> Iterator[None]:
+        """For a while, all ranks have the same weights: nothing is averaged to show them."""
+        since, self.since = self.since, 0
+        try:
+            yield
+        finally:
+            self.since = since
+
     def tensors(self) -> dict[str, Tensor]:
         """Where the ranks last met, and the outer momentum: the same on every rank."""
         return self._snapshots() | self._outer_momentum()

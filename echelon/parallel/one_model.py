@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from echelon.parallel.buffers import ReplicaBuffers
 from echelon.parallel.company import Company
 from echelon.parallel.grid import Grid
 from echelon.parallel.replicate import average_buffers
 from echelon.plan import Plan
-from echelon.plan.make import batch_norm_names
+from echelon.plan.batch_norms import batch_norm_names
 
 if TYPE_CHECKING:
     from echelon.parallel.local import LocalSteps
@@ -25,6 +26,7 @@ class OneModel:
     def __init__(self, model: nn.Module, company: Company, served: Served | None) -> None:
         self._model, self._company, self._served = model, company, served
         self.local: LocalSteps | None = None  #: where replicas step alone
+        self.buffers: ReplicaBuffers | None = None  #: of replicas that share every step
 
     def takes(self, plan: Plan, grid: Grid) -> None:
         """Go by this plan."""
@@ -44,6 +46,9 @@ class OneModel:
         self._refresh()
         if self.has_local_statistics():
             average_buffers(self._model, self._grid.group(*self._plan.data_axes))
+        if self.buffers is not None:
+            with self._company.explained():
+                self.buffers.compare()
         yield
 
     def meet(self) -> None:

@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import UsageError
-from echelon.parallel.batch_norm import BatchNorm
+from echelon.parallel.caches import switch_off
 from echelon.parallel.collective import gather_json
 from echelon.parallel.offload import HostStore
+from echelon.plan.batch_norms import BatchNorm
+from echelon.plan.called import why_fixed
 from echelon.plan.memory import SavedBytes, forget
 from echelon.plan.segments import Segments, cut_chain
 from echelon.untraced import untraced
@@ -41,6 +43,7 @@ def apply_recompute(
     modules = dict(model.named_modules(remove_duplicate=False))
     for module in modules.values():
         _undo(module)
+    switch_off(model)  # of an engine's model it is done; copies that are only measured have configurations of their own
     store = HostStore() if offload else None
     alone = functools.cache(functools.partial(_alone, store=store))  # one class for all blocks of one class
     for name in _single(segments):
@@ -95,11 +98,9 @@ def _derived(kind: Kind, forward: Callable[..., Any]) -> Kind:
 
 
 def _change_class(name: str, module: nn.Module, derive: Callable[[Kind], Kind]) -> None:
-    if "forward" in module.__dict__:
-        raise UsageError(
-            f"recompute: forward() of '{name}' was replaced on the module itself; replace it in its class, or name "
-            "the modules inside it"
-        )
+    reason = why_fixed(name, module)
+    if reason is not None:
+        raise UsageError(f"recompute: {reason}, or name the modules inside it")
     if _PLAIN not in type(module).__dict__:  # else it was named before: a shared module has several names
         module.__class__ = derive(type(module))
 

@@ -34,7 +34,7 @@ Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
 
 
-SEATS = 3  # numbers that travel behind the flags of the last bucket
+SEATS = 5  # numbers that travel behind the flags of the last bucket
 
 
 def once(name: str) -> int:
@@ -194,7 +194,8 @@ class _Bucket:
         slots, made = self._made()
         if over is None:  # every rank keeps its own gradients; DGC takes them from here
             return
-        torch._foreach_copy_(slots, made)
+        if made:  # else nothing here was used, as where a stage holds a parameter for the sake of an output
+            torch._foreach_copy_(slots, made)
         for i in self._missing:
             self._slots[i].zero_()
         if self._behind is not None:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.errors import LossError
 from echelon.parallel.collective import start_small_sum
+from echelon.parallel.loss_reduction import Count, times_count
 
 #: A count travels as two numbers, so that it stays exact among single precision's: how many of so many, and the rest.
 PACK = 4096.0
 
 
-#: Of all ranks: losses times samples, and samples.
-Sums = tuple[Tensor, Tensor] | tuple[float, float]
+#: Of all ranks: losses times what they count for, what they count for, and rows.
+Sums = tuple[Tensor, Tensor, Tensor] | tuple[float, float, float]
 
 
 class TakesAlong(Protocol):
@@ -33,53 +36,74 @@ class TakesAlong(Protocol):
 class Tally:
     """The global sample count and loss of one forward pass. ``group=None``: this process is the whole job.
 
-    ride: in place of a message of its own; then nothing is known before gradients are reduced
+    count:  what this rank's loss averages over: rows, or targets that count
+    rows:   samples in its batch
+    is_sum: losses of ranks are added, not averaged
+    ride:   in place of a message of its own; then nothing is known before gradients are reduced
     """
 
     def __init__(
-        self, loss: Tensor, samples: float, op: str, group: dist.ProcessGroup | None, ride: TakesAlong | None = None
+        self,
+        loss: Tensor,
+        count: Count,
+        rows: float,
+        is_sum: bool,
+        group: dist.ProcessGroup | None,
+        ride: TakesAlong | None = None,
     ) -> None:
         self.local = loss.detach()  #: this rank's own mean loss
-        self._alone = group is None
-        self._samples = samples
-        self._sum = op == "sum"
+        self.count, self.is_sum = count, is_sum
+        self._alone, self._rows = group is None, rows
         self.rides = ride is not None
         self._total: Sums | None = None
         self._loss = self.local if group is None else None
         if group is None:
             return
         self._answer: Callable[[], Sums]
-        weight = 1.0 if self._sum else samples
-        if ride is not None:
-            own = self.local.item() * weight if samples else 0.0
-            self._answer = _unpacked(ride.take_along((own, samples // PACK, samples % PACK)))
+        if ride is not None and not isinstance(count, Tensor):
+            mine = self.local.item() * (1.0 if is_sum else count) if count else 0.0
+            packed = (mine, count // PACK, count % PACK, rows // PACK, rows % PACK)
+            self._answer = _unpacked(ride.take_along(packed))
             return
-        weighted = self.local.double() * weight if samples else self.local.new_zeros((), dtype=torch.double)
-        count = torch.full((), samples, dtype=torch.double, device=loss.device)
-        answer = start_small_sum(torch.stack([weighted, count]), group, "loss and samples")
-        self._answer = lambda: _pair(answer())
+        own = times_count(self.local.double(), count if not is_sum else float(rows > 0))
+        answer = start_small_sum(_as_double([own, count, rows], loss.device), group, "loss and samples")
+        self._answer = lambda: _triple(answer())
 
     @property
     def loss(self) -> Tensor:
-        """Mean loss over all samples of all ranks (sum over ranks of their means, with op "sum")."""
+        """Mean loss over all samples of all ranks (sum over ranks of their losses, with ``is_sum``)."""
         if self._loss is None:
             self._loss = self._mean(self._received())
         return self._loss
 
+    @property
+    def total(self) -> Tensor | float:
+        """Sum of all ranks' losses, each times what it counts for."""
+        if self._alone:
+            return self.local if self.is_sum else times_count(self.local, self.count)
+        return self._received()[0]
+
     def _mean(self, sums: Sums) -> Tensor:
-        total, count = sums
+        total, count, _ = sums
         if isinstance(total, Tensor):
-            return (total if self._sum else total / count).to(self.local.dtype)
-        mean = total if self._sum else total / float(count) if count else math.nan
+            return (total if self.is_sum else total / count).to(self.local.dtype)
+        mean = total if self.is_sum else total / float(count) if count else math.nan
         return torch.scalar_tensor(mean, dtype=self.local.dtype)
 
     @property
     def samples(self) -> Tensor | float:
         """Samples over all ranks: a number on the CPU, a tensor on a GPU (reading it there would stall the step)."""
-        if self._alone:
-            return self._samples
-        count = self._received()[1]
-        return count if isinstance(count, Tensor) and count.is_cuda else float(count)
+        return self.count if self._alone else _readable(self._received()[1])
+
+    @property
+    def expected(self) -> tuple[Tensor | float, Tensor | float]:
+        """Samples and rows of all ranks, waited for."""
+        return self.samples, self.rows
+
+    @property
+    def rows(self) -> Tensor | float:
+        """Rows of all ranks' batches."""
+        return self._rows if self._alone else _readable(self._received()[2])
 
     def _received(self) -> Sums:
         if self._total is None:
@@ -87,73 +111,139 @@ class Tally:
         return self._total
 
 
-def _pair(both: Tensor) -> tuple[Tensor, Tensor]:
-    return both[0], both[1]
+def _triple(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return sums[0], sums[1], sums[2]
 
 
-def _unpacked(sums: Callable[[], list[float]]) -> Callable[[], tuple[float, float]]:
-    def answer() -> tuple[float, float]:
-        loss, packs, rest = sums()
-        return loss, packs * PACK + rest
+def _unpacked(sums: Callable[[], list[float]]) -> Callable[[], tuple[float, float, float]]:
+    def answer() -> tuple[float, float, float]:
+        loss, packs, rest, row_packs, rows = sums()
+        return loss, packs * PACK + rest, row_packs * PACK + rows
 
     return answer
+
+
+def _as_double(counts: Sequence[Count], device: torch.device) -> Tensor:
+    """Return counts side by side, without waiting for those that a device still computes."""
+    if not any(isinstance(count, Tensor) for count in counts):
+        return torch.tensor(counts, dtype=torch.double, device=device)
+    return torch.stack([torch.as_tensor(count, dtype=torch.double, device=device) for count in counts])
+
+
+def _readable(count: Tensor | float) -> Tensor | float:
+    return count if isinstance(count, Tensor) and count.is_cuda else float(count)
+
+
+@dataclass(frozen=True)
+class StagedLoss:
+    """One rank's part of a pipeline's loss.
+
+    total:     sum of the micro-batches' losses, each times what it counts for; zero before the last stage
+    count:     what they count for together
+    rows:      samples in the batch
+    auxiliary: mean of the auxiliary losses of this rank's modules
+    is_sum:    losses of replicas are added
+    """
+
+    total: Tensor
+    count: Count
+    rows: float
+    auxiliary: Tensor
+    is_sum: bool
 
 
 class StagedTally:
     """The same for a pipeline, whose loss only its last stage knows, and only at the end.
 
-    rides:  never: several ranks know of one batch
-    speaks: whether this rank counts, or only listens: of all that work on one batch, one speaks
-    late:   the number of samples is sent with the loss, where nobody must know it before
+    expected: what this rank's loss is likely to average over; all ranks are told of it ahead where that is asked for
+    rides:    never: several ranks know of one batch
+    speaks:   this rank counts, others that work on the same batch only listen
+    ahead:    backward has to know how many samples all ranks expect
     """
 
     rides = False
 
     def __init__(
         self,
-        samples: float,
+        expected: float,
+        rows: float,
         speaks: bool,
-        op: str,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        late: bool = False,
+        ahead: bool = False,
     ) -> None:
-        self._alone, self._own, self._sum, self._group = group is None, samples, op == "sum", group
+        self.count: Count = expected
+        self.is_sum = False
         self.local = torch.zeros((), device=device)
-        self._sums: list[Tensor] = []  # over all ranks, as far as they are here: samples, losses times samples
-        if group is None:
-            return
-        count = torch.full((1,), samples if speaks else 0.0, dtype=torch.double, device=device)
-        self._sent_later = count if late else None
-        self._answers = [] if late else [start_small_sum(count, group, "number of samples")]
+        self._group, self._speaks, self._device = group, speaks, device
+        self._rows = rows if speaks else 0.0
+        self._sums: Tensor | None = None
+        self._expected: Callable[[], Tensor] | None = None
+        if group is not None and ahead:
+            self._expected = start_small_sum(
+                _as_double([expected if speaks else 0.0, self._rows], device), group, "number of samples"
+            )
+        self._answer: Callable[[], Tensor] | None = None
 
-    def close(self, loss: Tensor) -> None:
-        """Backward is over, and ``loss`` the mean over this rank's batch, as far as it knows it."""
-        self.local = loss.detach()
+    @property
+    def expected(self) -> tuple[Tensor | float, Tensor | float]:
+        """What all ranks expect to count, and their rows."""
+        if self._group is None:
+            return self.count, self._rows
+        assert self._expected is not None
+        count, rows = self._expected()
+        return _readable(count), _readable(rows)
+
+    def close(self, result: StagedLoss) -> None:
+        """Take what this rank knows of the loss when backward is over."""
+        self.count, self.is_sum = result.count, result.is_sum
+        is_mean = not self.is_sum and (isinstance(result.count, Tensor) or result.count)
+        self.local = (result.total / result.count if is_mean else result.total) + result.auxiliary
         if self._group is None:
             return
-        weight = (1.0 if self._sum else self._own) if self._own else 0.0
-        mine = self.local.double() * weight if weight else torch.zeros_like(self.local, dtype=torch.double)
-        known = mine.reshape(1)
-        if self._sent_later is not None:
-            known = torch.cat([self._sent_later, known])
-        self._answers.append(start_small_sum(known, self._group, "loss"))
+        count = result.count if self._speaks else 0.0
+        losses = [result.total, result.auxiliary * result.rows]
+        known = _as_double([count, self._rows, self._rows * self.is_sum, *losses], self._device)
+        self._answer = start_small_sum(known, self._group, "loss and samples")
 
     @property
     def loss(self) -> Tensor:
-        if self._alone:
+        if self._group is None:
             return self.local
-        total = self._received(1)
-        return (total if self._sum else total / self.samples).to(self.local.dtype)
+        count, rows, summed, total, auxiliary = self._received()
+        mean: Tensor = torch.where(summed > 0, total, total / count) + auxiliary / rows
+        return mean.to(self.local.dtype)
+
+    @property
+    def total(self) -> Tensor | float:
+        summed = self.is_sum if self._group is None else self._received()[2] > 0
+        if isinstance(summed, Tensor):
+            return torch.where(summed, self.loss, self.loss * self.samples)
+        return self.loss if summed else times_count(self.loss, self.samples)
 
     @property
     def samples(self) -> Tensor | float:
-        if self._alone:
-            return self._own
-        count = self._received(0)
-        return count if count.is_cuda else float(count)
+        return self.count if self._group is None else _readable(self._received()[0])
 
-    def _received(self, place: int) -> Tensor:
-        while len(self._sums) <= place:
-            self._sums += self._answers.pop(0)()
-        return self._sums[place]
+    @property
+    def rows(self) -> Tensor | float:
+        return self._rows if self._group is None else _readable(self._received()[1])
+
+    @property
+    def adds_up(self) -> bool:
+        """Return True if the last stage has found the loss to be a sum over samples, in every replica."""
+        if self._group is None:
+            return self.is_sum
+        _, rows, summed, _, _ = self._received().tolist()
+        if 0 < summed < rows:
+            raise LossError(
+                f"the loss looks like a sum over samples for {summed:.0f} of {rows:.0f} rows, and like a mean for the "
+                'others; say which it is: Strategy(reduction=Reduction(op="mean")) or op="sum"'
+            )
+        return bool(summed > 0)
+
+    def _received(self) -> Tensor:
+        if self._sums is None:
+            assert self._answer is not None
+            self._sums = self._answer()
+        return self._sums

@@ -12,6 +12,8 @@ from echelon.errors import UsageError, nearest
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.company import Company
 from echelon.parallel.rates import scaled_rates
+from echelon.parallel.step_guard import StepGuard
+from echelon.schedules import Schedules
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -25,18 +27,21 @@ class Updates:
     """One update is ``begin``, ``weights`` where there is something to apply, ``end``.
 
     given: the optimizers that the user made, whatever steps in their place; schedules drive them
+    guard: lets these steps through, and no others
     """
 
     def __init__(
         self,
         world: World,
         given: Optimizers,
-        schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler],
+        schedules: Schedules,
         served: Served | None,
         parts: Parts,
         company: Company,
+        guard: StepGuard,
     ) -> None:
-        self._world, self._given, self._schedulers, self._served = world, given, schedulers, served
+        self._guard = guard
+        self._world, self._given, self._schedules, self._served = world, given, schedules, served
         self._optimizers, self._company = parts.optimizers, company
         self._clip, self._census, self._shards = parts.plan.clip, parts.census, parts.shards
         self._gradients, self._scaler, self._local = parts.gradients, parts.scaler, parts.local
@@ -61,22 +66,22 @@ class Updates:
         """Whether there is nothing to apply."""
         return self._gradients.overflowed or self._gradients.empty
 
-    def weights(self, optimizers: Optimizers, factor: float) -> None:
-        """Apply the gradients at ``factor`` times the learning rate."""
+    def weights(self, optimizers: Optimizers, factor: float, loss: Tensor) -> None:
+        """Apply the gradients of ``loss`` at ``factor`` times the learning rate."""
         served = self._served
         if self._clip is not None:
             clip_gradients(parameters_of(optimizers), self._clip, self._census, self._world.device)
         if served is None or served.steps_here:
-            with scaled_rates(optimizers.values(), factor):
+            with scaled_rates(optimizers.values(), factor), self._guard:
                 for optimizer in optimizers.values():
                     optimizer.step()
         if served is not None:
             with self._company.explained():
-                served.update(self._gradients.own_samples, float(self._gradients.weights))
+                served.update(self._gradients.own_samples, float(self._gradients.weights), loss)
         if self._shards is not None:
-            self._shards.after_step()
-        if self._schedulers:
-            self._follow(optimizers)
+            self._shards.after_step(optimizers)
+        if self._schedules.all:
+            self._schedules.after_update([self._given[key] for key in optimizers])
 
     def end(self, step: int, loss: Tensor, rate: float) -> Sequence[str]:
         """Gradients are done with. Where replicas step alone, it may be time to meet. What there is to be said."""
@@ -87,13 +92,6 @@ class Updates:
         with self._company.explained():
             met = self._local.after_step(step, loss, rate)
         return [line for line in (news, met) if line is not None]
-
-    def _follow(self, optimizers: Optimizers) -> None:
-        stepped = [self._given[key] for key in optimizers]
-        for scheduler in self._schedulers:
-            if scheduler.optimizer in stepped:
-                scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where servers do it
-                scheduler.step()
 
 
 def parameters_of(optimizers: Optimizers) -> list[nn.Parameter]:

@@ -23,7 +23,15 @@ def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts:
 
     Tied weights are there under each of their names, as in ``state_dict()``.
     """
-    found = put_together(holdings.tensors(), holdings.speaks, control if in_parts else None)
+    return assembled_state(holdings, holdings.tensors(), control if in_parts else None)
+
+
+@torch.no_grad()
+def assembled_state(
+    holdings: Holdings, mine: dict[str, Tensor | Part], control: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Return the whole state of which this rank has ``mine``; ``control=None``: what is here is whole."""
+    found = put_together(mine, holdings.speaks, control)
     return found | {second: found[first] for second, first in model_aliases(holdings.model).items()}
 
 

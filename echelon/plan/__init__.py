@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from echelon.plan.make import make_plan
-from echelon.plan.plan import Bucket, Parameter, Plan
-
 if TYPE_CHECKING:
+    from echelon.plan.make import make_plan
+    from echelon.plan.plan import Bucket, Parameter, Plan
     from echelon.planner.cost.predict import predict
     from echelon.planner.draft import Draft
     from echelon.planner.machines.cluster import Cluster
@@ -14,18 +13,23 @@ if TYPE_CHECKING:
     from echelon.planner.prediction import Prediction
     from echelon.planner.search.search import search
 
-#: Where the planner keeps what it offers. It builds on this package, so that it is imported when it is asked for.
-_PLANNER = {
-    "Cluster": "machines.cluster",
-    "Draft": "draft",
-    "Prediction": "prediction",
-    "Profile": "model.profile",
-    "bert": "model.builders",
-    "gpt": "model.builders",
-    "llama": "model.builders",
-    "predict": "cost.predict",
-    "profile": "model.profile",
-    "search": "search.search",
+#: Where each name is kept. Imported when asked for: the planner builds on this package, and commands that only draw a
+#: schedule need no torch.
+_HOMES = {
+    "Bucket": "plan.plan",
+    "Cluster": "planner.machines.cluster",
+    "Draft": "planner.draft",
+    "Parameter": "plan.plan",
+    "Plan": "plan.plan",
+    "Prediction": "planner.prediction",
+    "Profile": "planner.model.profile",
+    "bert": "planner.model.builders",
+    "gpt": "planner.model.builders",
+    "llama": "planner.model.builders",
+    "make_plan": "plan.make",
+    "predict": "planner.cost.predict",
+    "profile": "planner.model.profile",
+    "search": "planner.search.search",
 }
 
 __all__ = [
@@ -47,8 +51,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLANNER:
+    if name not in _HOMES:
         raise AttributeError(f"module 'echelon.plan' has no attribute '{name}'")
     import importlib
 
-    return getattr(importlib.import_module(f"echelon.planner.{_PLANNER[name]}"), name)
+    return getattr(importlib.import_module(f"echelon.{_HOMES[name]}"), name)

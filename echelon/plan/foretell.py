@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.plan.leaves import replace_tensors
 from echelon.plan.listen import call_plainly, listening
+from echelon.plan.shape_rules import make_mode
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,9 +33,7 @@ Context = contextlib.AbstractContextManager[Any]
 @functools.cache
 def placeholder_mode() -> FakeTensorMode:
     """The one mode that all placeholders of this process belong to."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return make_mode()
 
 
 def is_placeholder(value: object) -> bool:

@@ -10,15 +10,26 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
+
+from echelon.errors import UsageError
 
 #: Given a module's name, the module and what it is called with; returns what the call returns.
 Listener = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
-_NAME, _PLAIN = "_name_as_unit", "_class_as_no_unit"
+
+class _Outside:
+    """Stands for a call that neither a listener nor ``listening(None)`` is around: of the user, or of backward."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise AssertionError("unreachable")
+
+
+_OUTSIDE = _Outside()
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=_OUTSIDE)
+_NAME, _PLAIN, _STAGE = "_name_as_unit", "_class_as_no_unit", "_stage_elsewhere"
 
 
 @contextlib.contextmanager
@@ -53,21 +64,40 @@ def make_heard(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
             if _PLAIN in type(module).__dict__:  # else somebody derived from it since; unheard, it does nothing
                 module.__class__ = type(module).__dict__[_PLAIN]
                 module.__dict__.pop(_NAME, None)
+                module.__dict__.pop(_STAGE, None)
 
     return undo
+
+
+def mark_elsewhere(module: nn.Module, stage: int) -> None:
+    """Let a call of the module outside of the engine be an error: its weights are on the ranks of ``stage``."""
+    module.__dict__[_STAGE] = stage
+
+
+def _present(module: nn.Module) -> Listener | None:
+    listener = _listener.get()
+    if listener is not _OUTSIDE:
+        return listener
+    if _STAGE in module.__dict__:
+        raise UsageError(
+            f"the model was called past the engine: '{module.__dict__[_NAME]}' is in stage {module.__dict__[_STAGE]} "
+            "of a pipeline, and not on this rank; use engine.step() and engine.evaluate(), or load "
+            "engine.whole_state() into a model of its own (for generate(), say)"
+        )
+    return None
 
 
 @functools.cache
 def _heard(kind: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        listener = _listener.get()
+        listener = _present(self)
         if listener is None:
             return kind.__call__(self, *args, **kwargs)
         return listener(self.__dict__[_NAME], self, args, kwargs)
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        listener = _listener.get()
+        listener = _present(self)
         if listener is None:
             return kind.forward(self, *args, **kwargs)
         return listener(self.__dict__[_NAME], self, args, kwargs)  # user code called forward() itself

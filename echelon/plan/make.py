@@ -14,6 +14,7 @@ from echelon.errors import UsageError
 from echelon.marks import Replicate, Split
 from echelon.optim.exclusion import excluded_names
 from echelon.plan.axes import find_axes
+from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.plan import Bucket, Parameter, Plan, numel
 from echelon.plan.record import Recording
 from echelon.plan.segments import find_chains, find_segments
@@ -196,11 +197,6 @@ def sparse_names(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
     return {name for name, value in model.named_parameters() if id(value) in weights}
-
-
-def batch_norm_names(model: nn.Module) -> list[str]:
-    """Modules that keep statistics over the batch."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def _parameter(name: str, value: nn.Parameter, sparse: bool) -> Parameter:

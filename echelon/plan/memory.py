@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UsageError
 from echelon.plan.segments import Segments
+from echelon.plan.shape_rules import make_mode
 
 
 class SavedBytes:
@@ -57,11 +58,9 @@ def activation_bytes(
 
     Nothing is computed or allocated, and the model is left as it is. Under ``torch.autocast`` the answer is for that.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from echelon.parallel.recompute import apply_recompute  # parallel/ builds on plan/, so not at import
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = make_mode()
     shadow = _shadow(model, fake).train()
     batch = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, sample)
     apply_recompute(shadow, segments, chains, offload=False, group=None)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon.plan.foretell import is_placeholder
+from echelon.plan.shape_rules import has_rule
 
 Tensors = list[Tensor]
 
@@ -54,14 +57,21 @@ class BetweenUnits(OperationMode):  # type: ignore[no-untyped-call]
     def __init__(self, observer: Observer) -> None:
         super().__init__()
         self._observer = observer
+        self._uniform: set[StorageWeakRef] = set()  # draws from [0, 1)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_in((args, kwargs))
+        if _is_certain(func, args) and storage_of(args[0]) in self._uniform:
+            operands = []  # whatever was drawn, the answer is the same
         if _looks_at_values(func):
             args, looked_at = _with_positions(func, args, operands)
             self._observer.looked(_as_written(func), looked_at)
         result = func(*args, **kwargs)
-        self._observer.computed(tensors_in(result), operands, _written(func, args, kwargs), _draw(func))
+        written = _written(func, args, kwargs)
+        self._uniform.difference_update(storage_of(tensor) for tensor in written)
+        if func in _UNIFORM:
+            self._uniform.add(storage_of(result))
+        self._observer.computed(tensors_in(result), operands, written, _draw(func))
         return result
 
 
@@ -94,6 +104,13 @@ def tensors_in(value: Any) -> Tensors:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Return what views of one memory share. Weak: it lets memory go, and yet no other storage gets the identity of one
+    that is gone."""
+    dense = tensor if tensor.layout is torch.strided else tensor._values()
+    return StorageWeakRef(dense.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> Tensors:
     """The operands that the operation writes to."""
     places = _written_places(func)
@@ -113,7 +130,8 @@ def _as_written(func: Any) -> str:
 @functools.cache
 def _looks_at_values(func: Any) -> bool:
     """Whether values, and not only shapes, decide what comes out: placeholders cannot tell."""
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return not has_rule(func) and any(tag in func.tags for tag in tags)
 
 
 @functools.cache
@@ -121,6 +139,22 @@ def _draw(func: Any) -> str | None:
     # Attention is tagged so with or without dropout; between units it has none, as a rule.
     draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name
     return str(func._schema.name) if draws else None
+
+
+_UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.rand_like.default)
+#: By comparison, those constants for which its answer for numbers of [0, 1) is the same whatever they are.
+_CERTAIN: dict[Any, Callable[[float], bool]] = {
+    torch.ops.aten.lt.Scalar: lambda bound: bound <= 0 or bound >= 1,
+    torch.ops.aten.ge.Scalar: lambda bound: bound <= 0 or bound >= 1,
+    torch.ops.aten.gt.Scalar: lambda bound: bound < 0 or bound >= 1,
+    torch.ops.aten.le.Scalar: lambda bound: bound < 0 or bound >= 1,
+}
+
+
+def _is_certain(func: Any, args: Any) -> bool:
+    """Return True if the draw does not matter, as where layerdrop compares it with a probability of 0."""
+    certain = _CERTAIN.get(func)
+    return certain is not None and isinstance(args[1], int | float) and certain(args[1])
 
 
 def _with_positions(func: Any, args: Any, operands: Tensors) -> tuple[Any, Tensors]:

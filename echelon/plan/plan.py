@@ -78,7 +78,7 @@ class Plan:
     shares: tuple[float, ...] = ()
     ranks_per_host: int = 1
     communicators: int = 1
-    reduce_op: str = "mean"
+    reduce_op: str = "auto"
     wire: str | None = None
     gradient_merge: int = 1
     clip: float | None = None
@@ -150,10 +150,11 @@ class Plan:
         wire = f", {self.wire} on the wire (inexact)" if self.wire else ""
         if self.local:
             return f"weights: averaged over replicas now and then{wire}"
+        op = "sum" if self.reduce_op == "sum" else "mean"
         if not self.buckets:  # they follow from what each rank holds, which stages and splits decide later
-            return f"gradients: {self.reduce_op} over replicas{wire}" if self.replicas > 1 else None
+            return f"gradients: {op} over replicas{wire}" if self.replicas > 1 else None
         return (
-            f"gradients: {self.reduce_op} over replicas, {_count(len(self.buckets), 'bucket')} on "
+            f"gradients: {op} over replicas, {_count(len(self.buckets), 'bucket')} on "
             f"{_count(self.communicators, 'communicator')}{wire}"
         )
 

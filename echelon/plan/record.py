@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from echelon.plan.called import is_called
 from echelon.plan.foretell import entered, foretell, placeholder, rehearsal
 from echelon.plan.leaves import hides_tensors, take_apart, tensors_of
 from echelon.plan.listen import call_plainly, listening, make_heard
-from echelon.plan.operations import BetweenUnits, InsideUnit, Tensors, WaysOut
+from echelon.plan.operations import BetweenUnits, InsideUnit, Tensors, WaysOut, storage_of
 from echelon.strict import strict
 
 
@@ -140,6 +139,7 @@ class _Recorder:
         self._inside: str | None = None  # the unit that is being called
         self._calls: Counter[str] = Counter()
         self._drawn = 0
+        self._decisive: set[_Source] = set()  # draws whose values decide what happens next
         self._needs: list[set[_Source]] = [set() for _ in self._stages]
         self._outputs: dict[str, int] = {}  # key -> the stage that makes it
         self._writers: defaultdict[str, set[int]] = defaultdict(set)  # key -> the stages that change it in place
@@ -150,6 +150,9 @@ class _Recorder:
         for at, leaf in enumerate(batch):
             if isinstance(leaf, Tensor):
                 self._add(leaf, {_Source("batch", str(at))})
+        self._buffers = dict(model.named_buffers())
+        self._names = {storage_of(value): name for name, value in self._buffers.items()}
+        self._fed: dict[str, int] = {}  # buffer that glue changes in place -> the furthest stage called before that
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in batch]
 
     # ---- operations ----
@@ -160,8 +163,10 @@ class _Recorder:
             self._drawn += 1
             sources |= {_Source("random", f"{draw}@{self._drawn}")}
         for tensor in written:
-            if key := self._born.get(_storage(tensor)):
+            if key := self._born.get(storage_of(tensor)):
                 self._writers[key].update(self._stages[self._reached :])  # all that come by here do it
+            if name := self._names.get(storage_of(tensor)):
+                self._fed[name] = self._reached
         for tensor in (*results, *written):
             self._add(tensor, sources)
 
@@ -171,7 +176,7 @@ class _Recorder:
         for tensor in written:
             if self._sources([tensor]):  # not the unit's own: others may use it after
                 self._add(tensor, {_Source("change", unit, stage)})
-            if key := self._born.get(_storage(tensor)):
+            if key := self._born.get(storage_of(tensor)):
                 self._writers[key].add(stage)
 
     def looked(self, what: str, tensors: Tensors) -> None:
@@ -185,6 +190,7 @@ class _Recorder:
                     f"the forward looks at values of what '{source.name.rpartition('#')[0]}' returns ({what}), which "
                     "not every stage has; move that decision into a module with a stage, or decide by the batch"
                 )
+        self._decisive |= {source for source in sources if source.kind == "random"}
         for stage in self._stages[self._reached :]:
             self._needs[stage] |= sources
 
@@ -231,28 +237,29 @@ class _Recorder:
     def _as_output(self, key: str, stage: int, leaf: Tensor) -> Tensor:
         self._outputs[key] = stage
         made = placeholder(leaf)
-        self._born[_storage(made)] = key
+        self._born[storage_of(made)] = key
         self._add(made, {_Source("output", key, stage)})
         return entered(made)
 
     def _sources(self, tensors: Iterable[Tensor]) -> _Sources:
-        return _NOTHING.union(*(self._known.get(_storage(tensor), _NOTHING) for tensor in tensors))
+        return _NOTHING.union(*(self._known.get(storage_of(tensor), _NOTHING) for tensor in tensors))
 
     def _add(self, tensor: Tensor, sources: Iterable[_Source]) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         self._known[storage] = self._known.get(storage, _NOTHING).union(sources)
 
     # ---- the result ----
 
     def finish(self, result: Any) -> Recording:
         self._needs[-1] |= self._sources(tensors_of(result))
+        self._place_fed_buffers()
+        self._refuse_what_cannot_be_shared()  # first: a layer that is never called may have been left out by chance
         for name, stage in self._units.items():
             if not self._calls[name]:
                 raise UsageError(
                     f"'{name}' has stage {stage}, but the forward never calls it; give the stage to a module that is "
                     "called"
                 )
-        self._refuse_what_cannot_be_shared()
         return Recording(
             units=self._units,
             transfers=tuple(self._transfers()),
@@ -265,6 +272,33 @@ class _Recorder:
                 if isinstance(leaf, Tensor) and leaf._version != version
             ),
         )
+
+    def _place_fed_buffers(self) -> None:
+        """Let a buffer that glue changes (an average of a weight, say) be where all that feeds it is."""
+        for name, value in self._buffers.items():
+            now = self._model.get_buffer(name)
+            sources = self._sources([value] if now is value else [now]) | {_Source("weight", name)}
+            if now is not value:  # another tensor took its place, made of what these stages return
+                self._fed[name] = max((source.stage for source in sources if source.kind == "output"), default=0)
+            if name in self._fed:
+                for stage in self._stages_with(name, sources):
+                    self._needs[stage] |= sources
+
+    def _stages_with(self, name: str, sources: _Sources) -> list[int]:
+        holders, begun = self._found(), self._fed[name]
+        if late := [stage for stage in holders[name] if stage < begun]:
+            raise UsageError(
+                f"buffer '{name}' is changed after a module of stage {begun} was called, but stage {late[0]} has it, "
+                f"which has ended by then; change it before that, or in a module of stage {late[0]}"
+            )
+        if holders[name]:
+            return sorted(holders[name])
+        running = self._stages[begun:]  # the stages that come by where it is changed
+        fed_by = [holders[source.name] for source in sources if source.kind == "weight" and source.name != name]
+        if fed_by:
+            return [next((stage for stage in running if all(stage in held for held in fed_by)), running[-1])]
+        near = _beside(name, {name: stages for name, stages in holders.items() if stages}, is_buffer=True)
+        return [stage for stage in running if stage in near] or [running[-1]]
 
     def _needed(self, stage: int, kind: str) -> set[str]:
         return {source.name for source in self._needs[stage] if source.kind == kind}
@@ -302,6 +336,13 @@ class _Recorder:
                     f"'{source.name}' of stage {source.stage} changes a tensor in place that stage {others[0]} uses "
                     "too; use inplace=False there, or give both one stage"
                 )
+            if source in self._decisive and len(stages) > 1:
+                raise UsageError(
+                    f"the forward decides by random numbers ({source.name.partition('@')[0]} outside of any stage), "
+                    f"as layerdrop does, and stages {stages[0]} and {stages[1]} would each draw their own; set the "
+                    "probability to 0 (transformers: config.layerdrop, config.encoder_layerdrop, "
+                    "config.decoder_layerdrop), or draw inside a module with a stage"
+                )
             if source.kind == "random" and len(stages) > 1:
                 raise UsageError(
                     f"stages {stages[0]} and {stages[1]} use the same random numbers ({source.name.partition('@')[0]} "
@@ -309,7 +350,14 @@ class _Recorder:
                 )
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """Who needs each tensor of the model: the stage of the unit it is in, and whoever reads it elsewhere."""
+        """Who needs each tensor of the model; what nobody needs is kept with its neighbours."""
+        found = self._found()
+        buffers = {name for name, _ in self._model.named_buffers()}
+        used = {name: stages for name, stages in found.items() if stages}
+        return {name: tuple(sorted(found[name] or _beside(name, used, name in buffers))) for name in found}
+
+    def _found(self) -> dict[str, set[int]]:
+        """Return the stages that need each tensor: that of the unit it is in, and those that read it elsewhere."""
         first_names = {id(value): name for name, value in _named_tensors(self._model)}
         found: dict[str, set[int]] = {name: set() for name in first_names.values()}
         for unit, stage in self._units.items():
@@ -318,9 +366,7 @@ class _Recorder:
         for stage in self._stages:
             for name in self._needed(stage, "weight"):
                 found[name].add(stage)
-        buffers = {name for name, _ in self._model.named_buffers()}
-        used = {name: stages for name, stages in found.items() if stages}
-        return {name: tuple(sorted(found[name] or _beside(name, used, name in buffers))) for name in found}
+        return found
 
 
 def _beside(name: str, used: Mapping[str, set[int]], is_buffer: bool) -> set[int]:
@@ -339,9 +385,3 @@ def _beside(name: str, used: Mapping[str, set[int]], is_buffer: bool) -> set[int
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    # Weak: it lets memory go, and yet no other storage gets the identity of one that is gone.
-    dense = tensor if tensor.layout is torch.strided else tensor._values()
-    return StorageWeakRef(dense.untyped_storage())  # type: ignore[no-untyped-call]

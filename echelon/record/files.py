@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from echelon.environment import LOG_DIR, RECORD_DIR
+from echelon.record.directory import note_elsewhere
 
 RUN, METRICS, EVENTS, MEMORY = "run.json", "metrics.jsonl", "events.jsonl", "memory.json"
+LOGGED = "logged"  #: among the metrics, what a script has logged itself
 
 _settled: Path | None = None
 _warned: set[Path] = set()  # directories of which this process has said that it cannot write there
@@ -43,6 +45,8 @@ def settle(directory: Path) -> None:
     """What has no engine at hand writes there, too."""
     global _settled  # noqa: PLW0603 - a process belongs to one run
     _settled = directory
+    if logs := os.environ.get(LOG_DIR):
+        note_elsewhere(Path(logs), directory)
 
 
 def given_directory() -> Path | None:

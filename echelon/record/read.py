@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from echelon.record.facts import Facts, Footprint
-from echelon.record.files import EVENTS, MEMORY, METRICS, RUN
-from echelon.record.parse import JSON, integer, json_file, json_lines, number, numbers, text
+from echelon.record.files import EVENTS, LOGGED, MEMORY, METRICS, RUN
+from echelon.record.parse import JSON, an_object, integer, json_file, json_lines, number, numbers, text
 
 #: The phases of a step, in the order in which they come (see echelon/watch/clock.py).
 PHASES = ("data", "forward", "backward", "communicate", "update")
@@ -105,6 +105,7 @@ class Run:
     events: tuple[Event, ...]
     servers: dict[int, tuple[ServerLook, ...]]
     memory: Footprint | None
+    logged: tuple[Evaluation, ...] = ()  #: by ``engine.log``
 
     @property
     def empty(self) -> bool:
@@ -127,6 +128,7 @@ def read(directory: str | Path) -> Run:
         events=_events(place, began),
         servers={n: _looks(path, began) for n, path in _numbered(place, "server").items()},
         memory=Footprint.of(json_file(place / MEMORY)) or _held(place, facts),
+        logged=_latest(_by_step([own for record in metrics if (own := _logged(record))]), lambda one: one.step),
     )
 
 
@@ -178,6 +180,22 @@ def _evaluation(record: JSON) -> Evaluation | None:
     step = integer(record, "step")
     results = {name.removeprefix("eval_"): value for name, value in numbers(record).items() if name.startswith("eval_")}
     return Evaluation(step, number(record, "time"), results) if step is not None and results else None
+
+
+def _logged(record: JSON) -> Evaluation | None:
+    step, results = integer(record, "step"), numbers(an_object(record, LOGGED))
+    return Evaluation(step, number(record, "time"), results) if step is not None and results else None
+
+
+def _by_step(found: Sequence[Evaluation]) -> list[Evaluation]:
+    """What was logged at one step, one call after the other, as one."""
+    kept: list[Evaluation] = []
+    for one in found:
+        if kept and kept[-1].step == one.step:
+            kept[-1] = replace(one, results={**kept[-1].results, **one.results})
+        else:
+            kept.append(one)
+    return kept
 
 
 def _foretold(record: JSON) -> Foretold | None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from echelon.errors import UsageError
+from echelon.record.directory import existing_directory, records_elsewhere
 from echelon.report.gather import gather
 from echelon.report.page import render
 from echelon.report.server import link, open_server
@@ -13,12 +14,15 @@ from echelon.report.server import link, open_server
 
 def report(directory: str, out: str | None) -> Path:
     """Write the page of a run; where it was written."""
-    place = _existing(directory)
+    place = existing_directory(directory)
     gathered = gather(place)
     if gathered.run.empty:
+        other = records_elsewhere(directory)
+        remedy = f"this run has written to '{other}', " if other else ""
         raise UsageError(
             f"there is no run in '{directory}': no metrics.jsonl, run.json, rank-N.jsonl, server-N.jsonl or "
-            "events.jsonl can be read there; name the log directory of a run ('echelon run --log-dir', Log(dir=...))"
+            f"events.jsonl can be read there; {remedy}name the log directory of a run ('echelon run --log-dir', "
+            "Log(dir=...))"
         )
     path = Path(out) if out is not None else place / "report.html"
     page = render(gathered, time.time())
@@ -31,17 +35,9 @@ def report(directory: str, out: str | None) -> Path:
 
 def watch(directory: str, host: str, port: int) -> None:
     """Serve the page until Ctrl-C."""
-    with open_server(_existing(directory), host, port) as server:
+    with open_server(existing_directory(directory), host, port) as server:
         print(f"echelon: watching '{directory}' at {link(server, host)} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print("\nechelon: no longer watching; the run goes on", flush=True)
-
-
-def _existing(directory: str) -> Path:
-    place = Path(directory)
-    if not place.is_dir():
-        is_ = "is a file" if place.exists() else "does not exist"
-        raise UsageError(f"'{directory}' {is_}; name the log directory of a run (by default 'log')")
-    return place

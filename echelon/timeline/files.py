@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UsageError
+from echelon.record.directory import existing_directory, records_elsewhere
 from echelon.timeline.part import Ending, read_part
 from echelon.timeline.span import Span, span_of
 
@@ -112,14 +113,13 @@ def _rank_files(folder: Path) -> list[tuple[int, Path]]:
 
 def find(directory: str | Path) -> Path:
     """The folder of the newest recording in a run's directory; the folder itself may be given, too."""
-    path = Path(directory)
-    if not path.is_dir():
-        is_file = f"'{directory}' is a file" if path.exists() else f"there is no directory '{directory}'"
-        raise UsageError(f"{is_file}; give the run's log directory")
+    path = existing_directory(directory)
     for folder in (path / FOLDER, *sorted((path / FOLDER).glob("step-*"), reverse=True), path):
         if folder.is_dir() and any(_reads(file) for file in of_ranks(folder).values()):
             return folder
-    raise UsageError(f"there is no timeline in '{directory}'; record one by 'echelon run --timeline ...'")
+    other = records_elsewhere(directory)
+    remedy = f"this run has written to '{other}'" if other else "record one by 'echelon run --timeline ...'"
+    raise UsageError(f"there is no timeline in '{directory}'; {remedy}")
 
 
 def recorded_at(folder: Path) -> float | None:

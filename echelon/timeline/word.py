@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from typer.core import TyperCommand
-
 from echelon.timeline.steps import AFTER_WARM_UP, is_steps
 
 OPTION = "--timeline"
-
-
-class TimelineWord(TyperCommand):
-    """A command whose ``--timeline`` may stand alone: then the steps after the warm-up are meant."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        valued = {name for param in self.params if not getattr(param, "is_flag", False) for name in param.opts}
-        return super().parse_args(ctx, with_steps(args, valued))
 
 
 def with_steps(words: list[str], valued: set[str]) -> list[str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from echelon.watch.status import Seen, Status, Wait, circle_of
 
+#: A forward that the user's script runs, as a call among the engine's own.
+FORWARD = "forward"
 #: Two ranks in calls that can never meet are told after so many seconds, whatever the limit.
 HOPELESS = 5.0
 #: States of a process, see proc(5), in words. Others say nothing.
@@ -118,9 +120,19 @@ def _different_calls(one: Seen, other: Seen) -> Finding:
     first, second = where(one), where(other)
     cause = (
         f"ranks {one.rank} and {other.rank} are in different calls: rank {one.rank} in {first}, rank {other.rank} in "
-        f"{second}; every rank must make the same calls in the same order"
+        f"{second}; {advice(*(seen.status.call for seen in (one, other) if seen.status))}"
     )
     return Finding((one.rank, other.rank), cause, f"it is in {first} and rank {other.rank} in {second}")
+
+
+def advice(*calls: str) -> str:
+    """Return what to do where ranks make different calls."""
+    if FORWARD in calls:
+        return (
+            "batch norm in training mode shares its statistics over all replicas: run this forward on every rank, or "
+            "call model.eval() before it"
+        )
+    return "every rank must make the same calls in the same order"
 
 
 def where(rank: Seen) -> str:

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.errors import UsageError
-from echelon.record.files import METRICS
+from echelon.record.files import LOGGED, METRICS
 from echelon.record.files import Lines as JsonFile
 from echelon.watch.clock import PHASES
 
@@ -81,24 +80,28 @@ class JsonLines:
         self._lines.close()
 
 
+def find_event_writer() -> Any:
+    """Return torch's writer of TensorBoard files; None if the package is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter
+
+
 class TensorBoard:
     """Event files for TensorBoard; needs the `tensorboard` extra."""
 
-    def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError(
-                "Log(tensorboard=True) needs the tensorboard package, which is not installed; "
-                "pip install 'echelon[tensorboard]', or leave it off"
-            ) from None
-        self._writer: Any = SummaryWriter(str(directory / "tensorboard"))
+    def __init__(self, directory: Path, event_writer: Any) -> None:
+        self._writer: Any = event_writer(str(directory / "tensorboard"))
 
     def write(self, record: Record) -> None:
         for name, value in record.items():
             if name not in ("step", "total", "time") and isinstance(value, int | float):
                 group = "milliseconds" if name in PHASES else "train"
                 self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+        for name, value in record.get(LOGGED, {}).items():
+            self._writer.add_scalar(f"{LOGGED}/{name}", value, record["step"])
 
     def close(self) -> None:
         self._writer.close()

@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from echelon.errors import UsageError
-from echelon.record.files import surroundings
+from echelon.record.files import LOGGED, surroundings
 from echelon.watch.activity import activity
 from echelon.watch.clock import Seconds, make_clock
 from echelon.watch.foretold import Foretold
 from echelon.watch.late import Late
 from echelon.watch.log import Log
-from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard
+from echelon.watch.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard, find_event_writer
 
 if TYPE_CHECKING:
     from echelon.record.ranks import RankFigures
@@ -58,6 +58,14 @@ class Watch:
         self._since = time.perf_counter()
         self.directory = _directory(log)
         self._figures = _figures(self.directory, rank, device)
+        self._event_writer = find_event_writer() if log.tensorboard and self._speaks else None
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines about what was asked for and cannot be written. A run can do without it."""
+        if not self._log.tensorboard or not self._speaks or self._event_writer is not None:
+            return []
+        return ["tensorboard: it is not installed, so no files for it; pip install 'echelon[tensorboard]'"]
 
     def say(self, text: str) -> None:
         """A line from rank 0, outside the stream of records."""
@@ -137,6 +145,15 @@ class Watch:
                 if isinstance(sink, JsonLines | TensorBoard):
                     sink.write({"time": time.time(), **record})
 
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers of the script's own: a line, and a record for the files."""
+        found = {name: _number(name, value) for name, value in values.items()} if self._speaks else {}
+        if not found:
+            return
+        if self._log.console and self._log.lines:
+            print(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
+        self.note({"step": step, LOGGED: found})
+
     def close(self, error: BaseException | None = None) -> None:
         """Steps after the last record are in the files, too; not after an ``error``: the device may never be done."""
         self._flush()
@@ -163,7 +180,18 @@ class Watch:
     def _files(self) -> list[Sink]:
         if self.directory is None:
             return []
-        return [JsonLines(self.directory), *([TensorBoard(self.directory)] if self._log.tensorboard else [])]
+        files: list[Sink] = [JsonLines(self.directory)]
+        return files if self._event_writer is None else [*files, TensorBoard(self.directory, self._event_writer)]
+
+
+def _number(name: str, value: Any) -> float:
+    """What a script logs under that name; a tensor is waited for."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise UsageError(f"log(): '{name}' is a {type(value).__name__}; give numbers, or tensors of one number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of many
+        raise UsageError(f"log(): '{name}' is not one number; take its mean, say") from None
 
 
 def _directory(log: Log) -> Path | None:

@@ -21,7 +21,7 @@ from echelon.parallel.pipeline.loans import Loans, renewed
 from echelon.parallel.split.spread import whole
 from echelon.plan.foretell import foretell, is_placeholder, mixing, placeholder
 from echelon.plan.leaves import Parts, take_apart, tensors_of
-from echelon.plan.listen import call_plainly, listening, make_heard
+from echelon.plan.listen import call_plainly, listening, make_heard, mark_elsewhere
 from echelon.plan.record import Recording
 
 Part = Literal["B", "I", "W"]
@@ -38,6 +38,25 @@ class Deferred(Protocol):
     def run(self) -> None: ...
 
 
+class BatchLoss(Protocol):
+    """From a batch to the model's output and its loss."""
+
+    def __call__(self, batch: Any) -> tuple[Any, Tensor]: ...
+
+    def take_seen(self) -> Any: ...
+
+
+class StageWeights(Protocol):
+    """What the losses of a micro-batch are multiplied by before backward."""
+
+    def of_loss(self, micro: int, loss: Tensor) -> Tensor | float: ...
+
+    def of_auxiliary(self, micro: int) -> Tensor | float: ...
+
+
+Weighted = tuple[Tensor, Tensor | float]
+
+
 class PassEnded(BaseException):
     """The first module of a later stage was called. Not an Exception: user code that catches those must let it pass."""
 
@@ -51,7 +70,7 @@ class StageRunner:
     def __init__(
         self,
         model: nn.Module,
-        call: Callable[[Any], tuple[Any, Tensor]],
+        call: BatchLoss,
         recording: Recording,
         stages: Sequence[int],
         device: torch.device,
@@ -72,25 +91,30 @@ class StageRunner:
         self._running: dict[tuple[int, int], _Kept] = {}
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._batches: Sequence[Any] = ()
-        self._weights: Sequence[Tensor | float] = ()
+        self._weights: StageWeights | None = None  # None when not training
         self._training = False
         self.losses: dict[int, Tensor] = {}  #: per micro-batch, unweighted; only where the last stage is
         self.auxiliary: dict[int, Tensor] = {}  #: per micro-batch, unweighted: the sum over this rank's units
+        self.seen: dict[int, Any] = {}  #: the same, how the loss was computed
         self.outputs: dict[int, Any] = {}  #: per micro-batch, when not training; only where the last stage is
         self._undo = make_heard(model, recording.units)
+        for name, stage in recording.units.items():
+            if stage not in stages:
+                mark_elsewhere(self._units[name], stage)
 
     def close(self) -> None:
         """Leave the model as it was."""
         self._undo()
 
-    def begin(self, micro_batches: Sequence[Any], weights: Sequence[Tensor | float], training: bool) -> None:
-        """A step: ``weights`` multiply each micro-batch's loss before backward."""
-        self._batches, self._weights, self._training = micro_batches, weights, training
+    def begin(self, micro_batches: Sequence[Any], weights: StageWeights | None) -> None:
+        """A step of training, in which ``weights`` multiply each micro-batch's losses before backward; else forward
+        alone."""
+        self._batches, self._weights, self._training = micro_batches, weights, weights is not None
         self._running.clear()  # a step that was given up
         # Where several stages live here, one need not ask what another's units return: it has seen it.
         self._seen = {micro: {} for micro in range(len(micro_batches))} if len(self._plans) > 1 else {}
         self._deferred.clear()
-        self.losses, self.auxiliary, self.outputs = {}, {}, {}
+        self.losses, self.auxiliary, self.outputs, self.seen = {}, {}, {}, {}
 
     # ---- forward ----
 
@@ -117,23 +141,25 @@ class StageRunner:
                 self._deferred[stage, micro] = deferred
         return {key: None if root is None else _to_send(root) for key, root in roots.items()}
 
-    def _collect_result(self, micro: int, result: tuple[Any, Tensor] | None) -> list[Tensor]:
+    def _collect_result(self, micro: int, result: tuple[Any, Tensor] | None) -> list[Weighted]:
         if result is None or any(map(is_placeholder, tensors_of(result[1] if self._training else result))):
             raise _other_way("the loss")
         output, loss = result
         self.losses[micro] = loss.detach()
-        if not self._training:
-            self.outputs[micro] = output
-        return [loss]
+        if self._weights is not None:
+            return [(loss, self._weights.of_loss(micro, loss))]
+        self.outputs[micro], self.seen[micro] = output, self._call.take_seen()
+        return []
 
-    def _collect_auxiliary(self, stage: int, micro: int) -> list[Tensor]:
+    def _collect_auxiliary(self, stage: int, micro: int) -> list[Weighted]:
         left = [part.__dict__[AUXILIARY] for part in self._own[stage] if AUXILIARY in part.__dict__]
         found = [value for value in left if value is not None]
         for value in found:
             self.auxiliary[micro] = self.auxiliary.get(micro, torch.zeros((), device=value.device)) + value.detach()
         if found:
             _forget_auxiliary(self._own[stage])
-        return found
+        weight = self._weights.of_auxiliary(micro) if found and self._weights is not None else 0.0
+        return [(value, weight) for value in found]
 
     # ---- backward ----
 
@@ -149,7 +175,7 @@ class StageRunner:
             return {}
         kept = self._running.pop((stage, micro))
         with self._deferred.get((stage, micro)) or contextlib.nullcontext():
-            kept.backward(gradients, self._weights[micro])
+            kept.backward(gradients)
         _forget_auxiliary(self._own[stage])  # recomputing has set them again
         if part == "B":
             self._run_deferred(stage, micro)
@@ -198,11 +224,11 @@ class _StagePlan:
 class _Kept:
     """What backward of one pass needs."""
 
-    def __init__(self, roots: Mapping[str, Tensor | None], ends: list[Tensor], leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, roots: Mapping[str, Tensor | None], ends: list[Weighted], leaves: Mapping[str, Tensor]) -> None:
         self._roots, self._ends, self.leaves = roots, ends, leaves
 
-    def backward(self, gradients: Mapping[str, Tensor | None], weight: Tensor | float) -> None:
-        tensors: list[Tensor] = [end * weight for end in self._ends if end.requires_grad]
+    def backward(self, gradients: Mapping[str, Tensor | None]) -> None:
+        tensors: list[Tensor] = [end * weight for end, weight in self._ends if end.requires_grad]
         given: list[Tensor | None] = [None] * len(tensors)
         for key, root in self._roots.items():
             gradient = gradients.get(key)

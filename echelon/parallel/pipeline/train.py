@@ -11,15 +11,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import DataError
-from echelon.evaluate import Judged
+from echelon.evaluate import Judged, evaluate_batch
 from echelon.nn.packed import holds_packed
 from echelon.objective import Objective, count_samples
 from echelon.parallel.batch_norm import idle
 from echelon.parallel.layout import shares
+from echelon.parallel.loss_reduction import Count, times_count
+from echelon.parallel.loss_weights import EvaluationWeights, MicroBatchWeights
 from echelon.parallel.pipeline.deferred import WeightStore, deferring
 from echelon.parallel.pipeline.loop import Transfer, run_schedule
 from echelon.parallel.pipeline.stage import StageRunner
 from echelon.parallel.pipeline.transport import Links
+from echelon.parallel.tally import StagedLoss
 from echelon.plan.schedule import Schedule, forward_only, make_schedule
 
 if TYPE_CHECKING:
@@ -72,19 +75,17 @@ class MicroBatches:
         """How many backward passes make up the gradient of a parameter."""
         return self._count
 
-    def train(self, batch: Any, weight: Tensor | float) -> Tensor:
-        """Forward and backward of the loss times ``weight``; the mean loss."""
-        total: Tensor | float = 0.0
-        for micro in micro_batches(batch, self._count):
+    def train(self, batch: Any, weights: MicroBatchWeights) -> StagedLoss:
+        """Forward and backward of each micro-batch's weighted loss."""
+        known = _WeightedLosses(micro_batches(batch, self._count), weights)
+        for at, micro in enumerate(known.micros):
             with idle(micro.part == 0):
                 loss = self._objective(micro.batch)[1]
-                (loss * (weight * micro.part)).backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach() * micro.part
-        assert isinstance(total, Tensor)
-        return total
+                (loss * known.of_loss(at, loss)).backward()  # type: ignore[no-untyped-call]
+        return known.result({}, loss.device)
 
-    def evaluate(self, batch: Any) -> list[Judged]:
-        return [Judged(batch, *self._objective(batch), count_samples(batch))]
+    def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[Judged]:
+        return [evaluate_batch(self._objective, batch, weights)]
 
 
 class Staged:
@@ -113,33 +114,55 @@ class Staged:
     def passes(self, name: str) -> int:
         return self._count * sum(stage in self._hosted for stage in self._holders[name])
 
-    def train(self, batch: Any, weight: Tensor | float) -> Tensor:
-        micros = micro_batches(batch, self._count)
-        self._runner.begin([m.batch for m in micros], [weight * m.part for m in micros], training=True)
-        self._run(self._schedule, micros)
-        return self._loss(micros)
+    def train(self, batch: Any, weights: MicroBatchWeights) -> StagedLoss:
+        known = _WeightedLosses(micro_batches(batch, self._count), weights)
+        self._runner.begin([m.batch for m in known.micros], known)
+        self._run(self._schedule, known.micros)
+        return known.result(self._runner.auxiliary, self._device)
 
-    def evaluate(self, batch: Any) -> list[Judged]:
+    def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[Judged]:
         """On the last stage, what became of every micro-batch; nothing elsewhere."""
         micros = micro_batches(batch, self._count)
-        self._runner.begin([m.batch for m in micros], [m.part for m in micros], training=False)
+        self._runner.begin([m.batch for m in micros], None)
         self._run(self._judging, micros)
-        losses, outputs = self._runner.losses, self._runner.outputs
+        losses, outputs, seen = self._runner.losses, self._runner.outputs, self._runner.seen
         if not self._last:
             return []
-        return [Judged(micro.batch, outputs[i], losses[i], micro.rows) for i, micro in enumerate(micros)]
+        counts = [weights.count(seen[i], micro.rows) for i, micro in enumerate(micros)]
+        return [
+            Judged(micro.batch, outputs[i], losses[i], micro.rows, counts[i], weights.is_sum)
+            for i, micro in enumerate(micros)
+        ]
 
     def _run(self, schedule: Schedule, micros: Sequence[Micro]) -> None:
         signatures = [_signature(micro.batch) for micro in micros]
         run_schedule(schedule, _Weighing(self._runner, micros), self._transfers, self._links, signatures.__getitem__)
 
-    def _loss(self, micros: Sequence[Micro]) -> Tensor:
-        """This rank's part of the mean loss: of the last stage, and auxiliary losses of all."""
-        total = torch.zeros((), device=self._device)
-        for known in (self._runner.losses, self._runner.auxiliary):
-            for i, loss in known.items():
-                total = total + loss.to(self._device) * micros[i].part
-        return total
+
+class _WeightedLosses:
+    """The losses of one batch's micro-batches, added up as they become known."""
+
+    def __init__(self, micros: Sequence[Micro], weights: MicroBatchWeights) -> None:
+        self.micros, self._weights = micros, weights
+        self._total: Tensor | float = 0.0
+        self._count: Count = 0.0
+
+    def of_loss(self, micro: int, loss: Tensor) -> Count:
+        at = self.micros[micro]
+        weight, count = self._weights.of_loss(loss, at.rows, at.part)
+        self._total = self._total + times_count(loss, count)
+        self._count = self._count + count
+        return weight
+
+    def of_auxiliary(self, micro: int) -> Count:
+        return self._weights.of_auxiliary(self.micros[micro].part)
+
+    def result(self, auxiliary: Mapping[int, Tensor], device: torch.device) -> StagedLoss:
+        """Return this rank's part of the loss; ``auxiliary`` are the losses of its modules."""
+        total, extra = torch.zeros((), device=device) + self._total, torch.zeros((), device=device)
+        for micro, loss in auxiliary.items():
+            extra = extra + loss.to(device) * self.micros[micro].part
+        return StagedLoss(total, self._count, self._weights.rows, extra, self._weights.is_sum)
 
 
 class _Weighing:

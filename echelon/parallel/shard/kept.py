@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -21,21 +22,31 @@ class Kept:
         self,
         parameters: Mapping[str, nn.Parameter],
         cuts: Mapping[str, Cut],
-        buckets: Iterable[Sequence[str]],
+        buckets: Mapping[str, Sequence[Sequence[str]]],
         exchange: Exchange,
         offload: bool,
     ) -> None:
         self._parameters, self._cuts, self._exchange = parameters, cuts, exchange
         self.shards = {name: self._shard(name, offload) for name in cuts}
-        trained = [tuple(names) for names in buckets]
-        rest = sorted(set(cuts) - {name for names in trained for name in names})
-        self._trained = [self._batch(names, number) for number, names in enumerate(trained)]
-        self._rest = [self._batch((name,), len(trained) + number) for number, name in enumerate(rest)]
+        numbers = itertools.count()
+        self._trained = {
+            key: [self._batch(names, next(numbers)) for names in mine] for key, mine in buckets.items()
+        }  # by optimizer
+        trained = {name for mine in buckets.values() for names in mine for name in names}
+        self._rest = [self._batch((name,), next(numbers)) for name in sorted(set(cuts) - trained)]
 
-    def hand_round(self, everything: bool = False) -> None:
-        """Every rank's rows, as they are now, into everybody's parameters."""
+    def hand_round(self, optimizers: Iterable[str]) -> None:
+        """Gather every rank's rows of what these optimizers train. Other parameters are not written: a graph that is
+        still to be differentiated may need them."""
+        self._hand_round([batch for key in optimizers for batch in self._trained[key]])
+
+    def hand_round_all(self) -> None:
+        """Gather every rank's rows of everything, frozen parameters too."""
+        self._hand_round([*itertools.chain.from_iterable(self._trained.values()), *self._rest])
+
+    def _hand_round(self, batches: Iterable[_Batch]) -> None:
         under_way: list[tuple[_Batch, Arrival]] = []
-        for batch in [*self._trained, *self._rest] if everything else self._trained:
+        for batch in batches:
             under_way.append((batch, batch.begin()))
             if len(under_way) > UNDER_WAY:
                 _finish(*under_way.pop(0))

@@ -71,9 +71,9 @@ class Shards:
         if level == 3:
             self._visits = self._part_with_parameters(model, offload, device, small)
         else:
-            trained = [names for key in buckets for names in buckets[key]]
-            self._kept = Kept(parameters, self._cuts, trained, self.exchange, offload is not None)
+            self._kept = Kept(parameters, self._cuts, buckets, self.exchange, offload is not None)
             self.shards = self._kept.shards
+        self._trained = {key: [parameters[name] for names in mine for name in names] for key, mine in buckets.items()}
         self._hand_over()
         self._reducers = self._make_reducers(buckets)
         if self._visits is not None:
@@ -111,23 +111,24 @@ class Shards:
         """For the gradients of one optimizer. Levels 2 and 3 arm it for every pass, level 1 for the last one merged."""
         return self._reducers[key]
 
-    def after_step(self) -> None:
-        """The optimizers have changed the shards: let whole parameters follow."""
+    def after_step(self, optimizers: Iterable[str]) -> None:
+        """Let whole parameters follow the shards that these optimizers have changed."""
+        chosen = list(optimizers)
         if self._kept is not None:
-            self._kept.hand_round()
-        self._renew()
+            self._kept.hand_round(chosen)
+        self._renew([parameter for key in chosen for parameter in self._trained[key]])
 
     def refresh(self) -> None:
         """A checkpoint was read into the shards, frozen ones too: let everything else follow."""
         if self._kept is not None:
-            self._kept.hand_round(everything=True)
-        self._renew()
+            self._kept.hand_round_all()
+        self._renew(list(self._parameters.values()))
 
-    def _renew(self) -> None:
+    def _renew(self, changed: Sequence[nn.Parameter]) -> None:
         for unit in self._units.values():
             unit.stepped()
         # Recomputation asks whether a weight changed between forward and backward.
-        torch.autograd.graph.increment_version(list(self._parameters.values()))
+        torch.autograd.graph.increment_version(changed)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

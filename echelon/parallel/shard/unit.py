@@ -107,9 +107,11 @@ class Cargo:
             torch.empty_like(self._line, device=first.device) if away_from_device and offload == "optimizer" else None
         )
         self._views = self._rows.views(self._line, exchange.me)
+        self.shards: dict[str, nn.Parameter] = {}
         self.write_back()
+        # ``data`` has a version of its own: views of one line would all seem to change when one optimizer steps.
         self.shards = {
-            name: nn.Parameter(view, requires_grad=p.requires_grad)
+            name: nn.Parameter(view.data, requires_grad=p.requires_grad)
             for (name, p), view in zip(parameters.items(), self._views, strict=True)
         }
 
@@ -118,6 +120,7 @@ class Cargo:
         parts = self._rows.parts([p.data for p in self._parameters], self._exchange.me)
         for view, part in zip(self._views, parts, strict=True):
             view.copy_(part)
+        torch.autograd.graph.increment_version(list(self.shards.values()))
         self._copy_up()
 
     def gather(self) -> Arrival:

@@ -2,7 +2,8 @@
 
 A unit is a module and the parameters that are whole while it runs: a repeated block, or else the outermost module
 that holds parameters of its own. Shared parameters belong to the innermost module around all that hold them. Small
-units are not worth a message of their own, and belong to the model as a whole.
+units are not worth a message of their own, and belong to the model as a whole, unless it is a ModuleDict or ModuleList,
+which never runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def find_units(model: nn.Module, parameters: Mapping[str, nn.Parameter], small: 
     for name, found in homes.items():
         same = {first[id(modules[home])] for home in found}  # one module may have several names
         units.setdefault(_around(same, modules), []).append(name)
-    return _ordered(_merged(units, parameters, small), modules)
+    return _ordered(_merged(units, parameters, small) if is_called(model) else units, modules)
 
 
 def _blocks(model: nn.Module) -> set[str]:

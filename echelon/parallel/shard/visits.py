@@ -8,7 +8,8 @@ note instead; when it asks, the unit is gathered, and freed again when the last 
 memory is taken from under anybody: what still points to freed weights keeps them alive.
 
 Recomputed modules keep no notes. Where the module that is recomputed lies around the unit, the unit runs again and is
-gathered by that; where it is the unit itself, its output says when backward begins.
+gathered by that; where it is the unit itself, its output says when backward begins. What runs again is given frozen
+parameters as aliases: of those torch.utils.checkpoint keeps the object itself, which is NaN after the unit has left.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from echelon.optim.foreach import HALVES
 from echelon.parallel.shard.exchange import Exchange
 from echelon.parallel.shard.passes import Passes
 from echelon.parallel.shard.unit import Unit
+from echelon.plan.called import why_fixed
 from echelon.untraced import untraced
 
 
@@ -89,6 +91,11 @@ class Visits:
                         functools.partial(_made, weakref.ref(self))
                     )
 
+    @property
+    def is_outside(self) -> bool:
+        """True while no module runs: one that the user's loop calls itself then stands for the whole model."""
+        return not self._calls
+
     def brings(self, parameter: nn.Parameter | None) -> bool:
         return id(parameter) in self._of
 
@@ -112,9 +119,17 @@ class Visits:
             unit.leave()
             self.present -= unit.bytes
 
+    def lend(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A module was asked for its parameter: bring it. In a recomputation frozen ones are lent as aliases."""
+        self.touch(parameter)
+        if parameter.requires_grad or not _in_backward() or id(parameter) not in self._of:
+            return parameter
+        alias = torch.Tensor._make_subclass(type(parameter), parameter.detach(), False)
+        alias.__dict__.update(parameter.__dict__)
+        return alias
+
     @untraced
     def touch(self, parameter: nn.Parameter) -> None:
-        """A module was asked for its parameter."""
         unit = self._of.get(id(parameter))
         if unit is None or unit.here:
             return
@@ -343,7 +358,7 @@ def visit_modules(model: nn.Module, units: Mapping[str, Unit], visits: Visits) -
     for name, module in model.named_modules():
         unit = units.get(name)
         if unit is not None or not name or any(visits.brings(p) for p in module._parameters.values()):
-            _refuse_replaced(name, module)
+            _refuse_fixed(name, module)
             posts[module] = _Post(unit, whole_model=not name)
             module.__class__ = visited(type(module))  # type: ignore[arg-type]
         if unit is not None:
@@ -355,18 +370,17 @@ def _owners(module: nn.Module, unit: Unit) -> Iterator[nn.Module]:
     return (m for m in module.modules() if any(id(p) in inside for p in m._parameters.values()))
 
 
-def _refuse_replaced(name: str, module: nn.Module) -> None:
-    if "forward" in module.__dict__:
-        raise UsageError(
-            f"sharding: forward() of '{name}' was replaced on the module itself; replace it in its class instead"
-        )
+def _refuse_fixed(name: str, module: nn.Module) -> None:
+    reason = why_fixed(name, module)
+    if reason is not None:
+        raise UsageError(f"sharding: {reason}, or use level 2")
 
 
 def _visited(kind: Kind, posts: Posts, visits: Visits) -> Kind:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         post = posts.get(self)
-        if post is None or not post.runs or not visits.active:
+        if post is None or not visits.active or not (post.runs or visits.is_outside):
             return kind.forward(self, *args, **kwargs)
         with visits.call(post.unit, post.whole_model) as call:
             output = kind.forward(self, *args, **kwargs)
@@ -376,9 +390,7 @@ def _visited(kind: Kind, posts: Posts, visits: Visits) -> Kind:
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = kind.__getattr__(self, name)
-        if isinstance(value, nn.Parameter) and visits.active:
-            visits.touch(value)
-        return value
+        return visits.lend(value) if isinstance(value, nn.Parameter) and visits.active else value
 
     body: dict[str, Callable[..., Any]] = {"__getattr__": __getattr__}
     if kind.forward is not nn.Module.forward:

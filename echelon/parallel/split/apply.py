@@ -11,18 +11,19 @@ from torch import nn
 from echelon.errors import UsageError
 from echelon.marks import Split
 from echelon.nn.moe import MoE
-from echelon.parallel.batch_norm import BatchNorm
 from echelon.parallel.layout import Layout
 from echelon.parallel.split.attention import attention_pieces
 from echelon.parallel.split.axis import SplitAxis
 from echelon.parallel.split.block import Block, layer_pieces, sequential_pieces, stack_pieces
 from echelon.parallel.split.conv import conv_pieces
 from echelon.parallel.split.embedding import embedding_pieces
+from echelon.parallel.split.functions import gather_for_functions
 from echelon.parallel.split.linear import linear_pieces
 from echelon.parallel.split.moe import moe_pieces
 from echelon.parallel.split.piece import Piece, Refused, refuse_sequence_of_spread
 from echelon.parallel.split.sequence import sequence_pieces
 from echelon.parallel.split.spread import whole
+from echelon.plan.batch_norms import BatchNorm
 
 
 class Applied(NamedTuple):
@@ -48,6 +49,7 @@ def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
         parameter.grad = None
     for piece in pieces:
         piece.change_class()
+    gather_for_functions()
     for module in model.modules():
         _prepare_bystander(module)
     partial_names = {names[id(piece.module.get_parameter(each))] for piece in pieces for each in piece.partial}

@@ -60,7 +60,12 @@ def enter(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
         return used_in_parts(x, axis), None
     rows = gather_rows(x, axis)
     axis.memory.rows = rows
-    return move(x, *_there_and_back(gather, scatter_total, 0, rows, axis)), rows
+    return move_rows(x, rows, axis), rows
+
+
+def move_rows(x: Tensor, rows: Sizes, axis: SplitAxis) -> Tensor:
+    """The rows of every rank; backward, the sum of every rank's gradients for the rows of this one."""
+    return move(x, *_there_and_back(gather, scatter_total, 0, rows, axis))
 
 
 def used_in_parts(x: Tensor, axis: SplitAxis) -> Tensor:

@@ -75,16 +75,17 @@ def swap(x: Tensor, cut: int, cut_sizes: Sizes, join: int, join_sizes: Sizes, ax
     return torch.cat(_hand_out(sent, shapes, axis), join)
 
 
-def gather_rows(x: Tensor, axis: SplitAxis) -> Sizes:
-    """How many rows (dimension 0) each rank's tensor has. The other dimensions must agree."""
+def gather_rows(
+    x: Tensor, axis: SplitAxis, what: str = "split beside replicate: the devices' batches are joined"
+) -> Sizes:
+    """How many rows (dimension 0) each rank's tensor has. The other dimensions must agree; ``what`` for a message."""
     if axis.group is None:
         return (x.shape[0],)
     mine = torch.tensor([x.dim(), *x.shape, *[0] * (8 - x.dim())], device=x.device)
     shapes = [tuple(row[1 : 1 + row[0]]) for row in all_gather(mine, axis.group).tolist()]
     if len({shape[1:] for shape in shapes}) > 1:
         raise UsageError(
-            f"split beside replicate: the devices' batches are joined, so they may differ in dimension 0 only, got "
-            f"{', '.join(map(str, shapes))}; pad them to one length"
+            f"{what}, so they may differ in dimension 0 only, got {', '.join(map(str, shapes))}; pad them to one length"
         )
     return tuple(shape[0] for shape in shapes)
 

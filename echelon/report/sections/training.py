@@ -14,7 +14,7 @@ MOST_RESULTS = 12
 def charts(run: Run) -> list[Chart]:
     again = restarts(run)
     found = [_loss(run, again), _speed(run, again), _times(run), _rate(run)]
-    return [each for each in (*found, *_results(run)) if each is not None]
+    return [each for each in (*found, *_results(run), *_logged(run)) if each is not None]
 
 
 def restarts(run: Run) -> list[float]:
@@ -67,3 +67,11 @@ def _results(run: Run) -> Iterator[Chart | None]:
 
 def _result(run: Run, name: str) -> list[Point]:
     return [(float(each.step), each.results[name]) for each in run.evaluations if name in each.results]
+
+
+def _logged(run: Run) -> Iterator[Chart | None]:
+    """What the script has logged itself."""
+    names = dict.fromkeys(name for each in run.logged for name in each.results)
+    for place, name in enumerate(list(names)[:MOST_RESULTS]):
+        points = [(float(each.step), each.results[name]) for each in run.logged if name in each.results]
+        yield chart(f"logged-{place}", f"Logged: {name}", name, [Series(name, f"s-{(place + 4) % 8}", points)])
