@@ -7,13 +7,23 @@ READY  := $(VENV)/.ready
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: ready demo test matrix lint docs bench clean
+.PHONY: ready demo test test-gpu test-third-party matrix lint docs bench clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+# Parity for models and data sets of other libraries; timm's tests run where timm can be imported.
+test-third-party: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[third-party]'
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/third_party
+
+# What makes sense on a GPU, with the torch that sees it: nothing is installed. WORDS="parity shard" chooses files.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+test-gpu:
+	$(GPU_PYTHON) tests/gpu/suite.py $(WORDS)
 
 ready: $(READY)
 
