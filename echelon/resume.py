@@ -91,7 +91,7 @@ class Resuming:
                 return self._gone_on()
             self._voice.say(f"{line}; looking at the one before it")
         if line is not None:
-            count = len(self._keeper.kept())
+            count = len(self._kept())
             which = (
                 f"none of {count} checkpoints is whole"
                 if count
@@ -107,7 +107,14 @@ class Resuming:
             if copies is None:
                 break
             yield copies
-        yield from self._keeper.kept()
+        yield from self._kept()
+
+    def _kept(self) -> list[Path]:
+        """Return the run's checkpoints as rank 0 lists them: another job may be writing there meanwhile."""
+        paths = self._keeper.kept()
+        if self._world.control is None:
+            return paths
+        return [Path(path) for path in gather_json([str(path) for path in paths], self._world.control)[0]]
 
     def _damage(self, source: Path | Stored) -> str | None:
         """Put this back in its place, on all ranks; returns why one of them cannot go on from it, None if all can."""
@@ -124,7 +131,10 @@ class Resuming:
             else:
                 self._put = self._put_back(source, self._parts)
                 self._keeper.refuse_spoiled(self._put)
-        except Damaged as error:
+        except CheckpointError as error:
+            has_gone = isinstance(source, Path) and not source.exists()  # removed after it was listed
+            if not has_gone and not isinstance(error, Damaged):
+                raise
             return str(error)
         return None
 

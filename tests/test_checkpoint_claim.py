@@ -15,7 +15,7 @@ from harness import LIMIT, Raised, context, run, run_raw
 from torch import nn
 
 import echelon
-from echelon.checkpoint import CheckpointError, Stored, Writer, export, latest, verify
+from echelon.checkpoint import CheckpointError, Stored, Writer, export, latest, layout, verify
 from echelon.checkpoint.claim import FILE
 
 
@@ -56,7 +56,7 @@ def hold(directory, begun, forks):
         engine.step(*batch())
         engine.save(wait=True)
         begun.set()
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -107,6 +107,20 @@ def test_second_job_is_refused_and_the_first_goes_on(tmp_path, holder):
     assert begun == newest
     assert Stored(latest(tmp_path)).step == newest + 2
     assert not (tmp_path / FILE).exists()
+
+
+def resume_late(directory):
+    """Return the step that this rank goes on from; rank 1 finds a newer checkpoint than rank 0 did."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        listed = layout.complete
+        layout.complete = lambda where: {**listed(where), 9: where / "step-9"}
+    return made(directory, every=1).steps
+
+
+def test_ranks_resume_from_what_rank_0_lists(tmp_path):
+    run(train, tmp_path, 2, ranks=1, every=1)
+    assert run(resume_late, tmp_path, ranks=2) == [2, 2]
 
 
 def save_once(directory):
