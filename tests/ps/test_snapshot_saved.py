@@ -243,10 +243,10 @@ def test_the_highest_complete_step_below_a_directory_is_found(tmp_path):
 
 
 def test_saving_and_loading_need_little_memory_beside_the_table(tmp_path):
-    """64 buckets with 400,000 rows, of which a save holds a few at a time."""
+    """64 buckets with 800,000 rows, of which a save holds two portions of about a megabyte at a time."""
     job = make_job()
     shard = opened(job, directory=tmp_path / "a")
-    ids = np.arange(6_400_000)
+    ids = np.arange(12_800_000)
     ids = ids[bucket_of(ids, BUCKETS) < 64]
     table = shard.tables["b"]
     table.push(ids, np.ones((len(ids), 2), np.float32))
@@ -257,7 +257,7 @@ def test_saving_and_loading_need_little_memory_beside_the_table(tmp_path):
         act()
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert len(ids) > 300_000
+    assert len(ids) > 700_000
     assert max(peaks) < size / 4, (peaks, size)
     shard.close()
 
