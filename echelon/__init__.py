@@ -3,7 +3,8 @@
 import sys
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from echelon.version import __version__ as __version__
+
 #: Modules that are used by their names: ``echelon.nn.SparseEmbedding``.
 _PUBLIC_MODULES = ("data", "errors", "footprint", "nn", "optim", "plan", "ps", "strategy", "timeline", "world", "zoo")
 

@@ -8,7 +8,7 @@ from importlib.metadata import version as version_of
 
 import typer
 
-from echelon import __version__
+from echelon.version import __version__
 
 
 def version() -> None:

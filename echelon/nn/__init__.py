@@ -1,10 +1,14 @@
-"""Layers that know how to be spread over devices."""
+"""Layers that can be spread over devices."""
 
-from echelon.nn.gather_batch import gather_batch
+from typing import TYPE_CHECKING, Any
+
 from echelon.nn.moe import MoE, take_auxiliary_loss
 from echelon.nn.packed import Bounds, Packed, mean_over_samples, pack
 from echelon.nn.packed_attention import packed_attention
-from echelon.nn.sparse_embedding import SparseEmbedding
+
+if TYPE_CHECKING:
+    from echelon.nn.gather_batch import gather_batch
+    from echelon.nn.sparse_embedding import SparseEmbedding
 
 __all__ = [
     "Bounds",
@@ -17,3 +21,17 @@ __all__ = [
     "packed_attention",
     "take_auxiliary_loss",
 ]
+
+#: Public names of this package whose modules stand above it, imported when they are asked for.
+_FROM_ABOVE = {
+    "SparseEmbedding": "echelon.nn.sparse_embedding",
+    "gather_batch": "echelon.nn.gather_batch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM_ABOVE:
+        raise AttributeError(f"module 'echelon.nn' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_FROM_ABOVE[name]), name)

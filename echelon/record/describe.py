@@ -16,6 +16,7 @@ from echelon.plan import Plan
 from echelon.plan.plan import numel
 from echelon.record.parse import JSON
 from echelon.strategy import Strategy
+from echelon.version import __version__
 
 if TYPE_CHECKING:
     from echelon.engine import Engine
@@ -41,12 +42,10 @@ def own_facts(engine: Engine) -> JSON:
 
 def facts_of(engine: Engine, ranks: Sequence[JSON]) -> JSON:
     """All of run.json but its times, its settings and what was said."""
-    import echelon
-
     plan, found = engine.plan, engine.found
     predicted = None if found is None else found.predicted
     return {
-        "echelon": echelon.__version__,
+        "echelon": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "command": shown_command(sys.argv),

@@ -22,7 +22,7 @@ from echelon.footprint import asked as memory
 from echelon.footprint.footprint_engine import FootprintEngine
 from echelon.planner.cost.system import ECHELON
 from echelon.planner.explain import asked as plans
-from echelon.planner.explain.command import make_report
+from echelon.planner.explain.make_report import make_report
 from echelon.planner.explain.planning_engine import PlanningEngine
 from echelon.planner.explain.script import ask
 from echelon.planner.explain.source import Source

@@ -97,7 +97,7 @@ class PlanningEngine:
         self._answer({"error": _OWN_LOOP})
 
     def _look_at(self, batch: Any) -> NoReturn:
-        from echelon.planner.explain.command import make_report
+        from echelon.planner.explain.make_report import make_report
         from echelon.planner.explain.source import Source, profile_model
 
         self._refuse_tables()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import EchelonError, UsageError, nearest
+from echelon.object_path import callable_at
 from echelon.objective import LossFunction
 from echelon.planner.explain.asked import Asked
 from echelon.planner.machines.cluster import Cluster
 from echelon.planner.model.optimizer_state import Given
 from echelon.planner.model.profile import Profile, profile
-from echelon.strategy.command import callable_at
 
 DESCRIBED = ("gpt", "bert", "llama")
 ZOO = "zoo"

@@ -205,6 +205,6 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _own_version() -> str:
-    from echelon import __version__
+    from echelon.version import __version__
 
     return f"echelon {__version__}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UsageError, nearest
-from echelon.strategy.command import object_at
+from echelon.object_path import object_at
 from echelon.zoo.tasks import OWN, TASKS
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.errors import UsageError, nearest
 from echelon.strategy import files
-from echelon.strategy.command import put
+from echelon.strategy.from_words import put
 from echelon.strict import describe, fits
 from echelon.zoo import registry
 from echelon.zoo.entry import OWN_RUNNER, Data, Dataset, Model, Request, Setting
