@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import echelon
-from echelon.marks import ScheduleName
-from echelon.parallel.collective import all_gather
-from echelon.parallel.pipeline.loop import Part, Transfer, run_schedule
+from echelon.distributed.collectives import all_gather
+from echelon.parallel.pipeline.schedule_loop import Part, Transfer, run_schedule
 from echelon.parallel.pipeline.transport import Links
 from echelon.plan.schedule import Kind, Schedule, make_schedule
 from echelon.plan.simulate import simulate
+from echelon.strategy.annotations.marks import ScheduleName
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KINDS: tuple[Kind, ...] = get_args(Kind)

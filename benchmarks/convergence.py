@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import AdaptiveLocalSgd, Dgc, Lamb, Lars, LocalSgd, LrScaling, Outer, Strategy
-from echelon.strategy.traffic import Job, Size, sent
+from echelon.planner.cost.strategy_traffic import Job, Size, sent
 
 RANKS, BATCH = 2, 64  # the batch is that of all ranks together
 TRAIN = 8_000  # of 10,000 images; the rest tests

@@ -34,10 +34,10 @@ from workloads import ResNet18
 
 import echelon
 from echelon import Log, Strategy, annotate, pipeline, stage
-from echelon.memory.companion import Memory, describe
-from echelon.memory.device import Transfer
-from echelon.memory.memories import Memories
-from echelon.parallel.collective import gather_json
+from echelon.distributed.collectives import gather_json
+from echelon.engine.in_memory.checkpointer import Memories
+from echelon.engine.in_memory.device_copy import Transfer
+from echelon.launcher.memory_plugin import Memory, describe
 
 BATCH = 32
 STRATEGIES = {"data": Strategy(), "shard": Strategy(shard=2), "pipeline": Strategy()}

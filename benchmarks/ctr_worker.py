@@ -61,8 +61,8 @@ class RoundTrips:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def watch(self) -> None:
-        from echelon.ps.frame import Frame
-        from echelon.ps.link import Link
+        from echelon.parameter_server.protocol.channel import Link
+        from echelon.parameter_server.protocol.message import Frame
 
         send, seconds = Link.send, self._seconds
 
@@ -103,8 +103,8 @@ def bound(steps: int, warmup: int) -> dict[str, Any]:
 class Model(nn.Module):
     def __init__(self, accumulator: float) -> None:
         import echelon
-        from echelon.ps.rules import Adagrad
-        from echelon.ps.spec import Initializer
+        from echelon.parameter_server.protocol.job_spec import Initializer
+        from echelon.strategy.table_rules import Adagrad
 
         super().__init__()
         self.rows = echelon.nn.SparseEmbedding(
@@ -131,7 +131,7 @@ def servers_cpu() -> float:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == os.getppid() and b"echelon.launcher.server" in (process / "cmdline").read_bytes():
+            if int(fields[1]) == os.getppid() and b"echelon.launcher.server_main" in (process / "cmdline").read_bytes():
                 seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return seconds
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from echelon.ps.export import export_checkpoint
-from echelon.ps.frame import Frame
-from echelon.ps.hashing import mix_all
-from echelon.ps.journal import Segment
-from echelon.ps.keeper import Keeper
-from echelon.ps.record import encode, sums
-from echelon.ps.rules import Adagrad
-from echelon.ps.shard import Shard
-from echelon.ps.spec import JobSpec, Keeping, TableSpec
+from echelon.parameter_server.persistence.file_record import encode, sums
+from echelon.parameter_server.persistence.journal import Segment
+from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.persistence.table_export import export_checkpoint
+from echelon.parameter_server.protocol.hashing import mix_all
+from echelon.parameter_server.protocol.job_spec import JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
+from echelon.strategy.table_rules import Adagrad
 
 PUSHES = 200
 

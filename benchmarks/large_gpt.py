@@ -68,7 +68,7 @@ def plain(how: str, layers: int) -> tuple[nn.Module, Any]:
 
 def lean(how: str, layers: int, settings: dict[str, Any]) -> tuple[nn.Module, Any]:
     import echelon
-    from echelon.lean import building
+    from echelon.parallel.low_memory import building
 
     echelon.init(seed=0)
     with building():

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.parallel.pipeline.loop import Transfer, run_schedule
+from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
 from echelon.parallel.pipeline.transport import Links
 from echelon.plan.schedule import make_schedule
 

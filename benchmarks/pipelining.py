@@ -30,7 +30,7 @@ from hybrid_models import CASES, Batch, Case, Piece, batches, stages
 from torch import Tensor, nn
 
 import echelon
-from echelon.parallel.collective import all_gather
+from echelon.distributed.collectives import all_gather
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 VIRTUAL = 2  # stages on each rank, where they are interleaved

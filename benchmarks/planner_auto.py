@@ -39,16 +39,16 @@ from planner_hand import by_hand
 from planner_models import OPTIMIZER, TASKS, Task
 from slow_links import HERE, Contender, ContenderFailed
 
+from echelon.base.config import build
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster, Host, Link
+from echelon.planner.cluster.detect import cores
+from echelon.planner.cluster.schema import LinkEntry
 from echelon.planner.cost.predict import Costs
 from echelon.planner.draft import Draft
-from echelon.planner.machines.bench.figures import link_figures
-from echelon.planner.machines.cluster import Cluster, Host, Link
-from echelon.planner.machines.entries import LinkEntry
-from echelon.planner.machines.find import cores
-from echelon.planner.model.profile import Profile, profile
-from echelon.planner.run.saved import SavedPlan
+from echelon.planner.profile.profile import Profile, profile
 from echelon.planner.search.search import search
-from echelon.strict import build
+from echelon.tools.bench.figures import link_figures
 
 WANTED = 0.97
 NEAR = 1.1  # times the best's step: who is measured again

@@ -21,10 +21,10 @@ from bubbles import first_in_line
 from planner_models import TASKS, Batch, Task, part_of, row_counts
 
 import echelon
-from echelon import world as worlds
-from echelon.planner.machines.bench.collectives import collective_rows
-from echelon.planner.machines.bench.overlap import overlap_rows
-from echelon.planner.run.saved import SavedPlan
+from echelon.distributed import world as worlds
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.tools.bench.collectives import collective_rows
+from echelon.tools.bench.overlap import overlap_rows
 
 RANK = int(os.environ["RANK"])
 

@@ -34,11 +34,11 @@ import torch
 from planner_gpu_models import RESNET, TINY, Workload, bert_large, gpt
 
 import echelon
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.model.profile import Profile, profile
-from echelon.planner.run.saved import SavedPlan
+from echelon.planner.profile.profile import Profile, profile
 from echelon.planner.search.search import search
 
 TIME_BOUND, MEMORY_BOUND, WANTED = 0.15, 0.07, 0.97

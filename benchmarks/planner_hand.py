@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator
 from typing import get_args
 
-from echelon.marks import ScheduleName
-from echelon.planner.anatomy import Anatomy
 from echelon.planner.draft import Draft
-from echelon.planner.search.cuts import cut, sums
+from echelon.planner.model_costs import Anatomy
+from echelon.planner.search.partition import cut, sums
+from echelon.strategy.annotations.marks import ScheduleName
 
 
 def by_hand(found: Anatomy, ranks: int, rows: int) -> list[Draft]:

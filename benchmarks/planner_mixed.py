@@ -28,10 +28,10 @@ from planner_models import OPTIMIZER, Batch, Task, part_of, row_counts
 from torch import Tensor, nn
 
 import echelon
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster, Device, Host, Link
-from echelon.planner.model.profile import Profile, profile
-from echelon.planner.run.saved import SavedPlan
+from echelon.planner.profile.profile import Profile, profile
 from echelon.planner.search.search import search
 
 QUICK = 4e8  # FLOP/s of a quick rank: few enough for a core to have time to spare, with four ranks on two of them

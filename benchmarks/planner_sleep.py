@@ -24,9 +24,9 @@ import torch
 from bubbles import KINDS, NAMES, Durations, chunks_of, first_in_line, job, links_of_all, measure, scheduled
 
 import echelon
-from echelon.marks import ScheduleName
 from echelon.plan.schedule import Kind
 from echelon.plan.simulate import simulate
+from echelon.strategy.annotations.marks import ScheduleName
 
 FORWARD = 0.030  # seconds, of all of a rank's stages together
 SHAPES = ("even", "uneven", "drawn")

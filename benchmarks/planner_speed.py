@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.model.builders import bert, gpt
-from echelon.planner.model.profile import Profile
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.profile.builders import bert, gpt
+from echelon.planner.profile.profile import Profile
 from echelon.planner.search.search import search
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from echelon.planner.anatomy import Kernel, KernelKind, Message, Pass, Sheet, Unit
+from echelon.planner.model_costs import Kernel, KernelKind, Message, Pass, Sheet, Unit
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from keeping import named
 
-from echelon.ps.frame import Frame
-from echelon.ps.keeper import Keeper
-from echelon.ps.rules import Adagrad
-from echelon.ps.shard import Shard
-from echelon.ps.spec import JobSpec, Keeping, TableSpec
+from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.protocol.job_spec import JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
+from echelon.strategy.table_rules import Adagrad
 
 DIM, BATCH, KEEPING = 16, 200_000, Keeping(snapshot_every=36000.0)
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from echelon.ps.frame import Frame
-from echelon.ps.link import Link
-from echelon.ps.rules import Adagrad
-from echelon.ps.server import Server
-from echelon.ps.spec import Block, DenseRule, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.channel import Link
+from echelon.parameter_server.protocol.job_spec import Block, DenseRule, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.port import Server
+from echelon.strategy.table_rules import Adagrad
 
 ENDPOINT = "127.0.0.1:18765"
 
@@ -58,7 +58,9 @@ def start(options: argparse.Namespace, state: str) -> subprocess.Popen[bytes]:
     if options.bare:
         return subprocess.Popen([sys.executable, *sys.argv, "--answer"])
     address = ["--pservers", ENDPOINT, "--endpoint", ENDPOINT, "--trainers", "1", "--state", state]
-    return subprocess.Popen([sys.executable, "-m", "echelon.ps.serve", *address], stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "echelon.parameter_server.server.process", *address], stdout=subprocess.DEVNULL
+    )
 
 
 def answer_only(options: argparse.Namespace) -> None:

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon
-from echelon.environment import STALL
-from echelon.watch import activity as noting
-from echelon.watch import reporter
+from echelon.base.environment import STALL
+from echelon.distributed import activity as noting
+from echelon.observability.stall import reporter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from harness import run

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from echelon.ps.hashing import mix_all
-from echelon.ps.rules import Adagrad
-from echelon.ps.spec import TableSpec
-from echelon.ps.table import Table, add_rows, dedupe, expand, merge, partition
+from echelon.parameter_server.protocol.hashing import mix_all
+from echelon.parameter_server.protocol.job_spec import TableSpec
+from echelon.parameter_server.table import Table, add_rows, dedupe, expand, merge, partition
+from echelon.strategy.table_rules import Adagrad
 
 BATCH = 100_000  # ids of a large push
 CLICKS = 13_312  # ids of a batch of 512 examples with 26 fields
@@ -155,9 +155,9 @@ START = """
 import time
 begin = time.perf_counter()
 import numpy as np
-from echelon.ps.rules import Adagrad
-from echelon.ps.spec import TableSpec
-from echelon.ps.table import Table, add_rows, dedupe, expand, merge, partition
+from echelon.strategy.table_rules import Adagrad
+from echelon.parameter_server.protocol.job_spec import TableSpec
+from echelon.parameter_server.table import Table, add_rows, dedupe, expand, merge, partition
 imported = time.perf_counter() - begin
 begin = time.perf_counter()
 table = Table(TableSpec(name="t", dim=16, rule=Adagrad(row_wise=True)))

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon
-from echelon.timeline import files, summarize
-from echelon.timeline.account import steps_of
-from echelon.timeline.command import timeline_words
-from echelon.timeline.files import RankFile
-from echelon.timeline.intervals import length, union
-from echelon.timeline.recording import Recording
-from echelon.timeline.span import DEVICE
+from echelon.observability.trace import summarize, trace_files
+from echelon.observability.trace.intervals import length, union
+from echelon.observability.trace.session import Recording
+from echelon.observability.trace.span import DEVICE
+from echelon.observability.trace.step_breakdown import steps_of
+from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_report import timeline_words
 
 #: Seconds by which two clocks that were put together may still differ.
 SLACK = 2e-4
@@ -148,7 +148,9 @@ def main() -> None:
             directory = f"{place}/{ranks}"
             words = ["run", "--procs", str(ranks), "--log-dir", directory, __file__, "rank", directory]
             subprocess.run([sys.executable, "-m", "echelon", *words], check=True)
-            report[f"{ranks} ranks"] = [check(ranked) for ranked in files.read(Path(directory) / files.FOLDER)]
+            report[f"{ranks} ranks"] = [
+                check(ranked) for ranked in trace_files.read(Path(directory) / trace_files.FOLDER)
+            ]
             print(timeline_words(directory, as_json=False), flush=True)
             report[f"{ranks} ranks, mfu"] = summarize(directory)["mfu"]
         report["overhead"] = {name: round(value, 3) for name, value in overhead(f"{place}/overhead").items()}

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon
-from echelon.timeline.recording import Recording
-from echelon.watch.activity import activity
+from echelon.distributed.activity import activity
+from echelon.observability.trace.session import Recording
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from harness import run
@@ -85,9 +85,9 @@ def train(directory: str, rounds: int, steps: int) -> dict[str, float]:
 
 def direct() -> dict[str, float]:
     """Microseconds of one span, of asking whether anything is recorded, and of a step's eight spans to disk."""
-    from echelon.timeline.live import Live
-    from echelon.timeline.recorder import Recorder
-    from echelon.timeline.taps import Taps
+    from echelon.observability.trace.comm_hooks import Taps
+    from echelon.observability.trace.live_writer import Live
+    from echelon.observability.trace.span_recorder import Recorder
 
     recorder, many = Recorder(1), 20000
     span = timeit.timeit(lambda: recorder.lap("forward", 1.0), number=many) / many

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echelon.parallel.compress import Compressor, apply_sparse
-from echelon.parallel.topk import largest
+from echelon.parallel.data.compressor import Compressor, apply_sparse
+from echelon.parallel.data.topk import largest
 
 SPARSITIES = [0.999, 0.996, 0.984375, 0.9375, 0.75]
 RANKS = 4  # whose selections land

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from echelon.zoo.tasks import IGNORED
 from echelon.zoo.train.resolve import resolve
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
 
 DATA = Path(os.environ.get("ECHELON_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 SHAKESPEARE = "tinyshakespeare.txt"

@@ -3,13 +3,16 @@
 import sys
 from typing import TYPE_CHECKING
 
-from echelon.version import __version__ as __version__
+from echelon.base import moved_modules
+from echelon.base.version import __version__ as __version__
 
 #: Modules that are used by their names: ``echelon.nn.SparseEmbedding``.
-_PUBLIC_MODULES = ("data", "errors", "footprint", "nn", "optim", "plan", "ps", "strategy", "timeline", "world", "zoo")
+_PUBLIC_MODULES = ("data", "nn", "optim", "plan", "planner", "strategy", "zoo")
+
+moved_modules.install()
 
 if TYPE_CHECKING:
-    from echelon.public import *  # noqa: F403
+    from echelon.api.public import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:
@@ -24,7 +27,7 @@ else:
             found = find_spec(f"echelon.{name}")
             if found is not None and found.origin is not None:  # no file: a folder that an older version left behind
                 return import_module(f"echelon.{name}")
-            public = import_module("echelon.public")
+            public = import_module("echelon.api.public")
             if hasattr(public, name):
                 return globals().setdefault(name, getattr(public, name))
         raise AttributeError(f"module 'echelon' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
@@ -34,11 +37,11 @@ else:
         import ast
         from pathlib import Path
 
-        tree = ast.parse(Path(__file__).with_name("public.py").read_text(encoding="utf-8"))
+        tree = ast.parse((Path(__file__).parent / "api" / "public.py").read_text(encoding="utf-8"))
         listed = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
         own = [name for name in globals() if name.startswith("__")]
         return sorted({*ast.literal_eval(listed[0]), *_PUBLIC_MODULES, *own})
 
 
 if "torch" in sys.modules:  # before an optimizer is made, where that can still be
-    import echelon.untraced  # noqa: F401
+    import echelon.base.lazy_dynamo  # noqa: F401

@@ -64,5 +64,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_world_left() -> Iterator[None]:
     """Leave the job that a module's tests have joined in this process: tests of the next module would be in it."""
     yield
-    if "echelon.world" in sys.modules:
-        sys.modules["echelon.world"].shutdown()
+    if "echelon.distributed.world" in sys.modules:
+        sys.modules["echelon.distributed.world"].shutdown()

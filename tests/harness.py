@@ -31,12 +31,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the fork server: r
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
-        *("torch", "numpy", "pytest", "echelon.public", "torch.distributed"),
-        *("echelon.ps.serve", "echelon.ps.served", "echelon.cli", "echelon.launcher.run", "echelon.launcher.roles"),
+        *("torch", "numpy", "pytest", "echelon.api.public", "torch.distributed"),
+        *(
+            "echelon.parameter_server.server.process",
+            "echelon.parameter_server.worker.session",
+            "echelon.cli",
+            "echelon.launcher.launch_job",
+            "echelon.launcher.ps_roles",
+        ),
         # what a launcher, a checkpoint, a spread model import when they come to it: 0.1 s to 0.4 s of each process
-        *("pydantic.type_adapter", "jinja2", "echelon.launcher.schedulers.surroundings", "encodings.idna"),
+        *("pydantic.type_adapter", "jinja2", "echelon.launcher.schedulers.detect_scheduler", "encodings.idna"),
         *("torch.distributed.checkpoint", "safetensors.torch", "echelon.checkpoint.writer", "echelon.checkpoint"),
-        *("echelon.parallel.sharded", "echelon.parallel.pipeline", "echelon.plan.cut", "echelon.record.ranks"),
+        *(
+            "echelon.parallel.zero.split_sums",
+            "echelon.parallel.pipeline",
+            "echelon.plan.partition",
+            "echelon.observability.runlog.rank_log",
+        ),
         "torch._subclasses.schema_check_mode",
         "torch.fx.experimental.symbolic_shapes",  # 2 s, which the first backward() with a gradient takes on each rank
         "torch._dynamo",  # 1 s, which the first optimizer takes on each rank

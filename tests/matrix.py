@@ -19,7 +19,7 @@ from zoo import QUIET, ConvNet, token_loss
 
 import echelon
 from echelon import Strategy, pipeline, replicate, split, stage
-from echelon.parallel.layout import shares
+from echelon.distributed.tensor_layout import shares
 
 STEPS, ROWS, MICRO = 3, 16, 4
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.objective import Objective
-from echelon.parallel.pipeline.ownership import keep_only
-from echelon.parallel.pipeline.stage import StageRunner
-from echelon.plan.foretell import is_placeholder
-from echelon.plan.record import Recording, record
+from echelon.parallel.objective import Objective
+from echelon.parallel.pipeline.stage_modules import keep_only
+from echelon.parallel.pipeline.stage_runner import StageRunner
+from echelon.plan.fake_forward import is_placeholder
+from echelon.plan.stage_trace import Recording, record
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from echelon.annotation import annotate, collect, pipeline, replicate, set_default, split, stage
-from echelon.errors import UsageError
-from echelon.marks import Pipeline, Replicate, Split, Stage
+from echelon.base.errors import UsageError
+from echelon.strategy.annotations.annotate import annotate, collect, pipeline, replicate, set_default, split, stage
+from echelon.strategy.annotations.marks import Pipeline, Replicate, Split, Stage
 
 
 class Block(nn.Module):

@@ -17,9 +17,9 @@ from torch import nn
 from zoo import QUIET, sgd
 
 import echelon
-from echelon.distribution import _OPTIONS
-from echelon.errors import EchelonError, UsageError
-from echelon.public import __all__ as public_names
+from echelon.api.distribute import _OPTIONS
+from echelon.api.public import __all__ as public_names
+from echelon.base.errors import EchelonError, UsageError
 
 
 def trained(*given: object, **named: object) -> list[float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.errors import UsageError
-from echelon.marks import Pipeline
+from echelon.base.errors import UsageError
+from echelon.base.mesh import coordinates, lines
 from echelon.plan.axes import find_axes
-from echelon.plan.mesh import coordinates, lines
+from echelon.strategy.annotations.marks import Pipeline
 
 PLAIN, WOVEN = Pipeline(), Pipeline(schedule="interleaved")
 

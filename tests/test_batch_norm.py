@@ -11,8 +11,8 @@ from harness import run
 from torch import Tensor, nn
 
 import echelon
-from echelon.parallel.batch_norm import _alone, _alone_in_plain_words
-from echelon.parallel.shared_norms import synchronize
+from echelon.parallel.data.batch_norm import _alone, _alone_in_plain_words
+from echelon.parallel.data.sync_batch_norm import synchronize
 
 VARIANTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(5), (5,)),

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import echelon
 from echelon import Checkpoint
+from echelon.base.errors import UsageError
 from echelon.checkpoint import CheckpointError, Stored, Writer, export, find, latest, verify
-from echelon.errors import UsageError
 
 
 def model(seed=0):

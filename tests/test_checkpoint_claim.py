@@ -15,8 +15,9 @@ from harness import LIMIT, Raised, context, run, run_raw
 from torch import nn
 
 import echelon
-from echelon.checkpoint import CheckpointError, Stored, Writer, export, latest, layout, verify
-from echelon.checkpoint.claim import FILE
+from echelon.checkpoint import CheckpointError, Stored, Writer, export, latest, verify
+from echelon.checkpoint import directory as layout
+from echelon.checkpoint.directory_lock import FILE
 
 
 def made(directory, **settings):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.record.directory import note_elsewhere
+from echelon.observability.runlog.run_directory import note_elsewhere
 
 #: Runs each of many commands in one process that cannot import torch: what they say, and how they end.
 REFUSING = """

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.errors import CheckpointError, UsageError
-from echelon.parallel.compress import Compressor, apply_sparse, schedule_sparsity
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.parallel.data.compressor import Compressor, apply_sparse, schedule_sparsity
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 WIRES = [None, torch.float16, torch.bfloat16]

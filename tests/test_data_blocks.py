@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.base.errors import DataError
 from echelon.data import Loader
 from echelon.data.blocks import Block
-from echelon.errors import DataError
 
 
 class Numbered:

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from echelon.base.errors import DataError, EchelonError, UsageError
 from echelon.data import CtrFiles, Loader
 from echelon.data.ctr.hashing import hash_texts, salt_of, text_id
-from echelon.errors import DataError, EchelonError, UsageError
 
 NAMES = ["label", *(f"i{n}" for n in range(1, 14)), *(f"c{n}" for n in range(1, 27))]
 
@@ -233,11 +233,11 @@ def test_a_stopped_loader_goes_on_exactly(day, ranks, workers, stop):
 
 
 def test_going_on_reads_only_what_is_left(day, monkeypatch):
-    from echelon.data.ctr import files
+    from echelon.data.ctr import ctr_files
 
     fetched = []
-    fetch = files.Reader.fetch
-    monkeypatch.setattr(files.Reader, "fetch", lambda self, number: fetched.append(number) or fetch(self, number))
+    fetch = ctr_files.Reader.fetch
+    monkeypatch.setattr(ctr_files.Reader, "fetch", lambda self, number: fetched.append(number) or fetch(self, number))
     before, _ = loader(day, shuffle=False)
     for _ in zip(range(15), before, strict=False):
         pass

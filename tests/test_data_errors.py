@@ -5,8 +5,8 @@ import torch
 from test_data_order import Counting, Squares
 from torch.utils.data import DataLoader
 
+from echelon.base.errors import DataError, EchelonError, UsageError
 from echelon.data import Loader
-from echelon.errors import DataError, EchelonError, UsageError
 
 
 class NoDataSet:

@@ -8,8 +8,8 @@ import torch
 from harness import errors, run
 
 import echelon
+from echelon.base.errors import DataError
 from echelon.data import FileList, Loader
-from echelon.errors import DataError
 
 SIZES = (11, 3, 8, 2, 5)  # 29 samples; file f holds f * 100, f * 100 + 1, ...
 ALL = sorted(100 * file + line for file, size in enumerate(SIZES) for line in range(size))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset, WeightedRandomSampler, random_split
 
 import echelon
-from echelon.data.likeness import likeness
+from echelon.base.errors import DataError
+from echelon.data.fingerprint import likeness
 from echelon.data.repeated import Repeated
-from echelon.errors import DataError
 
 X = torch.arange(1000.0).view(200, 5)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_data_order import Counting, Squares, numbers
 
+from echelon.base.errors import DataError
 from echelon.data import Loader
-from echelon.errors import DataError
 
 SENTENCES = [torch.full((1 + n * 7 % 13,), n) for n in range(50)]
 CASES = {

@@ -30,9 +30,9 @@ from torch.utils.data import (
 )
 
 import echelon
+from echelon.base.errors import DataError, EchelonError, UsageError
 from echelon.data import Loader
 from echelon.data.torch_loader import loader_request
-from echelon.errors import DataError, EchelonError, UsageError
 
 
 class Numbers(Dataset[Any]):

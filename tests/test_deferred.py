@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.parallel.pipeline.deferred import WeightStore, deferring
+from echelon.parallel.pipeline.split_backward import WeightStore, deferring
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(8, 16), (5, 8)),

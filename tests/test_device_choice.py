@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.device_choice import choose_device
-from echelon.environment import Place, find_place
-from echelon.errors import UsageError
+from echelon.base.environment import Place, find_place
+from echelon.base.errors import UsageError
+from echelon.distributed.device_choice import choose_device
 
 
 def place(local_rank: int) -> Place:

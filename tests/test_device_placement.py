@@ -13,7 +13,7 @@ from torch import nn
 
 import echelon
 from echelon import Log
-from echelon.annotation import annotate, pipeline, split, stage
+from echelon.strategy.annotations.annotate import annotate, pipeline, split, stage
 from echelon.zoo.sample import sample
 
 ROW = re.compile(r"^echelon: (\(the rest\)|\S+)\s+([\d |]+?)\s{2,}[\d: |]+?\s{2,}(.+)$")

@@ -12,8 +12,8 @@ import pytest
 from harness import run
 from typer.main import get_command
 
+from echelon.base.environment import PADDLE_HOSTS
 from echelon.cli import app
-from echelon.environment import PADDLE_HOSTS
 
 sys.path.insert(0, str(Path(__file__).parent / "ps"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "site"))
@@ -70,7 +70,13 @@ def test_every_option_of_run_is_on_its_page_with_the_variables_it_heeds() -> Non
 
 
 def test_the_list_of_messages_has_those_that_functions_make() -> None:
-    files = ("errors.py", "checkpoint/faults.py", "checkpoint/save.py", "parallel/pipeline/stage.py", "ps/shard.py")
+    files = (
+        "errors.py",
+        "checkpoint/os_errors.py",
+        "checkpoint/save.py",
+        "parallel/pipeline/stage_runner.py",
+        "parameter_server/server/shard.py",
+    )
     lines = messages.listed(messages.PACKAGE / file for file in files).splitlines()
     assert "- *Damaged*: cannot read {path}: {...}; {advice}" in lines
     assert any(line.startswith("- *CheckpointError*: cannot write {path}: rank 0 made it, but") for line in lines)

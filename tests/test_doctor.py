@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.doctor import clock, device, disk, machine
-from echelon.doctor.bounded import CheckFailed, bounded, facts_of
-from echelon.doctor.doors import REACHED, Doors, knock_at_all
-from echelon.doctor.outliers import slow
-from echelon.doctor.pairs import MOST_STEPS, host_rounds, steps
-from echelon.doctor.private import masked, variables
-from echelon.doctor.report import Report
-from echelon.doctor.text import WIDTH, text_of
-from echelon.doctor.verdicts import findings
-from echelon.doctor.wrong_nic import GLOO, NCCL, Choice, Standing, gloo_choice, judge, nccl_choice
-from echelon.launcher import network
-from echelon.launcher.network import Nic, Route, route_to
+from echelon.base import network
+from echelon.base.network import Nic, Route, route_to
+from echelon.tools.doctor import clock_offset, device_facts, disk, machine
+from echelon.tools.doctor.bounded_check import CheckFailed, bounded, facts_of
+from echelon.tools.doctor.doctor_report import Report
+from echelon.tools.doctor.outliers import slow
+from echelon.tools.doctor.pairs import MOST_STEPS, host_rounds, steps
+from echelon.tools.doctor.reachability import REACHED, Doors, knock_at_all
+from echelon.tools.doctor.redact import masked, variables
+from echelon.tools.doctor.report_text import WIDTH, text_of
+from echelon.tools.doctor.verdicts import findings
+from echelon.tools.doctor.wrong_nic import GLOO, NCCL, Choice, Standing, gloo_choice, judge, nccl_choice
 
 LO, ETH, DOCKER = (
     Nic("lo", "127.0.0.1", True, 65536, None),
@@ -424,11 +424,11 @@ def test_what_systems_write_is_read() -> None:
     opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.51.03  Release Build\n"
     assert machine.driver_version(opened) == "575.51.03"
     assert machine.driver_version("") is None
-    assert device.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert device_facts.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def test_a_clock_s_offset_lies_within_half_the_trip() -> None:
-    within, ahead = clock.offset(asked=100.0, trip=0.2, told=90.1)
+    within, ahead = clock_offset.offset(asked=100.0, trip=0.2, told=90.1)
     assert (within, ahead) == (0.1, pytest.approx(10.0))
 
 

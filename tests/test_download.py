@@ -20,9 +20,9 @@ import pytest
 from harness import context, errors, run
 
 import echelon
+from echelon.base.errors import DataError, EchelonError, UsageError
 from echelon.data import Downloader
 from echelon.data.download import local
-from echelon.errors import DataError, EchelonError, UsageError
 
 sys.path.insert(0, str(Path(__file__).parent / "ps"))
 import certificates
@@ -184,7 +184,7 @@ def test_what_a_server_refuses_is_one_line(server: Any, tmp_path: Path) -> None:
 def test_a_stranger_certificate_and_a_redirect_to_http_are_refused(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from echelon.data.download import web
+    from echelon.data.download import http as web
 
     pem = certificates.write(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

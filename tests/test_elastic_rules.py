@@ -17,14 +17,14 @@ from torch.utils.data import TensorDataset
 
 import echelon
 from echelon import Checkpoint, Elastic, Log, LrScaling, Strategy
-from echelon.annotation import Marks
+from echelon.base.environment import ELASTIC
+from echelon.base.errors import DataError, UsageError
 from echelon.data import FileList, Loader
-from echelon.elastic import Beginning, fitted, rule_in_force, shares
-from echelon.environment import ELASTIC
-from echelon.errors import DataError, UsageError
-from echelon.marks import Pipeline, Split
+from echelon.engine.elastic import Beginning, fitted, rule_in_force, shares
 from echelon.plan.axes import refit
-from echelon.slices import Slices
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.marks import Pipeline, Split
+from echelon.strategy.annotations.slices import Slices
 
 
 def data(samples: int = 98) -> TensorDataset:

@@ -20,8 +20,8 @@ from zoo import QUIET
 import echelon
 from echelon import Checkpoint, Strategy
 from echelon.checkpoint import export
-from echelon.parallel.averages import Averages, Ema
-from echelon.parallel.holdings import Holdings, grouped_names
+from echelon.distributed.local_state import Holdings, grouped_names
+from echelon.parallel.weight_average import Averages, Ema
 
 DECAY = 0.9
 

@@ -14,7 +14,7 @@ from zoo import QUIET, sgd
 
 import echelon
 from echelon import Strategy
-from echelon.errors import LossError, MismatchError, UsageError
+from echelon.base.errors import LossError, MismatchError, UsageError
 from echelon.plan import make_plan
 
 # ---- ranks, plans and models that do not fit together ----

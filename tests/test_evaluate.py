@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from zoo import QUIET, build
 
 import echelon
-from echelon.errors import DataError, UsageError
+from echelon.base.errors import DataError, UsageError
 
 
 def data(samples: int) -> TensorDataset:

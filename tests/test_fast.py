@@ -22,20 +22,20 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import Fast, Strategy
-from echelon.errors import UsageError
-from echelon.fast import compiled
-from echelon.fast.chosen import Chosen
-from echelon.fast.decide import OFF, decide
-from echelon.fast.fused import fuse
-from echelon.fast.lines import lines
-from echelon.fast.look import asked_of, traits_of, with_chosen
-from echelon.fast.path import prepare
-from echelon.fast.traits import Machine, Traits
+from echelon.base.errors import UsageError
+from echelon.fastpath import compile as compiled
+from echelon.fastpath.fast_path import prepare
+from echelon.fastpath.fused_optimizers import fuse
+from echelon.fastpath.inspect import asked_of, traits_of, with_chosen
+from echelon.fastpath.policy import OFF, decide
+from echelon.fastpath.startup_lines import lines
+from echelon.fastpath.traits import Machine, Traits
 from echelon.plan import Plan, make_plan
 from echelon.strategy import Amp, Shard
+from echelon.strategy.fastpath_choice import Chosen
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.strategies import asked_strategy
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
 
 GPU = Machine(cuda=True, bf16=True, triton=True)
 BLOCKS = tuple(f"layers.{i}" for i in range(24))

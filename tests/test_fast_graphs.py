@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from echelon import Fast, Strategy
-from echelon.fast import graphs, laps
-from echelon.fast.captured import Captured, Rehearsal, _telling
-from echelon.fast.decide import decide
-from echelon.fast.graphs import PATIENCE, SETTLING, TRIES, Graphs
-from echelon.fast.hooks import has_gradient_hooks
-from echelon.fast.laps import GROUP, GROUPS, WATCHED, Contest, Watch
-from echelon.fast.left_behind import left_behind, look_at
-from echelon.fast.look import with_chosen
-from echelon.fast.proof import Proof, State, apart
-from echelon.fast.signature import Signature
+from echelon.fastpath import cuda_graphs as graphs
+from echelon.fastpath import timing
+from echelon.fastpath.cuda_graph_capture import Captured, Rehearsal, _telling
+from echelon.fastpath.cuda_graphs import PATIENCE, SETTLING, TRIES, Graphs
+from echelon.fastpath.graph_validation import Proof, State, apart
+from echelon.fastpath.inspect import with_chosen
+from echelon.fastpath.policy import decide
+from echelon.fastpath.side_effects import left_behind, look_at
+from echelon.fastpath.step_signature import Signature
+from echelon.fastpath.timing import GROUP, GROUPS, WATCHED, Contest, Watch
+from echelon.fastpath.user_hooks import has_gradient_hooks
 
 # ---- what a captured step has written into it ----
 
@@ -311,8 +312,8 @@ class Lap:
 
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laps, "Lap", Lap)
-    monkeypatch.setattr(laps, "Clock", object)
+    monkeypatch.setattr(timing, "Lap", Lap)
+    monkeypatch.setattr(timing, "Clock", object)
     monkeypatch.setattr(Lap, "made", 0)
     monkeypatch.setattr(graphs, "has_room", lambda device: True)
     monkeypatch.setattr(graphs, "Captured", Traced)

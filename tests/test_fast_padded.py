@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import Fast, Strategy
-from echelon.fast.chosen import Chosen
-from echelon.fast.padded import odd_layers, pad
-from echelon.fast.path import prepare
+from echelon.fastpath.fast_path import prepare
+from echelon.fastpath.padded_vocab import odd_layers, pad
+from echelon.strategy.fastpath_choice import Chosen
 
 WORDS, WIDTH = 1027, 1024
 

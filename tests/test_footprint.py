@@ -22,27 +22,27 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as rates
 
 import echelon
-from echelon.annotation import Marks, annotate, collect, pipeline, split, stage
-from echelon.environment import PLAN_ONLY
-from echelon.errors import UsageError
-from echelon.footprint import Footprint, Job, find_footprint
-from echelon.footprint.asked import Asked
-from echelon.footprint.command import memory_words
-from echelon.footprint.kept import LOSS
-from echelon.marks import Pipeline
+from echelon.base.environment import PLAN_ONLY
+from echelon.base.errors import UsageError
+from echelon.cli.commands.memory import memory_words
+from echelon.distributed.local_state import Holdings
+from echelon.observability.runlog import reader
+from echelon.observability.runlog.held_tensors import measured
 from echelon.optim import LAMB, LARS
-from echelon.parallel.holdings import Holdings
-from echelon.plan.foretell import is_placeholder
+from echelon.plan.fake_forward import is_placeholder
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.draft import Draft
-from echelon.planner.explain import asked as plans
-from echelon.planner.explain.source import find_source
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.model.profile import Profile, profile
-from echelon.planner.run.saved import SavedPlan
-from echelon.record import read
-from echelon.record.tensors import measured
-from echelon.slices import Slices
+from echelon.planner.profile.profile import Profile, profile
 from echelon.strategy import Lean, Shard, Strategy
+from echelon.strategy.annotations.annotate import Marks, annotate, collect, pipeline, split, stage
+from echelon.strategy.annotations.marks import Pipeline
+from echelon.strategy.annotations.slices import Slices
+from echelon.tools.memory_profile import Footprint, Job, find_footprint
+from echelon.tools.memory_profile.memory_options import Asked
+from echelon.tools.memory_profile.saved_activations import LOSS
+from echelon.tools.plan_report import plan_options as plans
+from echelon.tools.plan_report.model_source import find_source
 
 SAMPLES = 6
 
@@ -391,7 +391,7 @@ def test_every_rank_holds_what_is_said_of_it(ranks: int, tmp_path: Path) -> None
         looked, optimizer = profile(model, batch, loss=loss, device="cpu"), torch.optim.AdamW(model.parameters())
         found = find_footprint(looked, job, optimizer)
         by_rank = {rank: one for one in found.each or (found,) for rank in one.ranks}
-        written = read(tmp_path / name).memory
+        written = reader(tmp_path / name).memory
         assert written is not None
         assert sorted(by_rank) == list(range(ranks)) == [each.ranks[0] for each in written.each]
         for rank, one in by_rank.items():
@@ -463,7 +463,7 @@ def test_a_script_is_taken_with_its_own_strategy_and_optimizer(tmp_path: Path) -
     same = asked(f"{tmp_path / 'made.py'}:make", [], optimizer="momentum", recompute=True, save=str(tmp_path / "out"))
     assert Footprint.of(answer["footprint"]) == same
     assert answer["title"] == "train, SGD"
-    assert read(tmp_path / "out").memory == same
+    assert reader(tmp_path / "out").memory == same
 
 
 def _listened(script: str) -> Any:

@@ -18,8 +18,8 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy
-from echelon.errors import UsageError
-from echelon.plan.record import record
+from echelon.base.errors import UsageError
+from echelon.plan.stage_trace import record
 
 WIDTH, WORDS, LENGTH = 16, 20, 5
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.parallel.gradients import backward_of
+from echelon.parallel.data.gradients import backward_of
 
 
 class Marked(Tensor):

@@ -16,7 +16,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy, pipeline, stage
-from echelon.engine import Engine
+from echelon.engine.engine import Engine
 
 WIDTH, DEPTH, MICRO = 64, 8, 8
 

@@ -26,10 +26,10 @@ from zoo import QUIET
 
 import echelon
 from echelon import Amp, Checkpoint, Lamb, Strategy, pipeline, split, stage
+from echelon.base.mesh import lines
 from echelon.checkpoint import Stored, export, find
-from echelon.objective import Objective
-from echelon.plan.mesh import lines
-from echelon.world import seed_everything
+from echelon.distributed.world import seed_everything
+from echelon.parallel.objective import Objective
 
 
 class Odd(matrix.Transformer):
@@ -57,7 +57,7 @@ class Uneven(Layout):
 
 
 def _heavier(mark: Any) -> Any:
-    if not isinstance(mark, echelon.marks.Split):
+    if not isinstance(mark, echelon.strategy.annotations.marks.Split):
         return mark
     return split(mark.how, gather=mark.gather, sequence=mark.sequence, weights=(3, 1))
 

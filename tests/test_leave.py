@@ -23,10 +23,11 @@ from torch.utils.data import TensorDataset
 from zoo import QUIET
 
 import echelon
-from echelon import Checkpoint, LocalSgd, Strategy, leave
+from echelon import Checkpoint, LocalSgd, Strategy
+from echelon.base.environment import LEAVE_MARK, REQUEUE
 from echelon.checkpoint import latest
-from echelon.environment import LEAVE_MARK, REQUEUE
-from echelon.launcher import worker
+from echelon.distributed import rank_main
+from echelon.engine import preemption
 
 
 def data() -> TensorDataset:
@@ -65,7 +66,7 @@ def train(directory: str, until: int, **options: Any) -> tuple[int, dict[str, Te
 
 def be_asked(directory: str, asked: int, number: int, after: float, console: bool = False, **options: Any) -> None:
     """Train without end, as a process that exits like any other. In full swing, rank ``asked`` gets the signal."""
-    leave.INTERVAL = 0.05
+    preemption.INTERVAL = 0.05
     os.environ[LEAVE_MARK] = directory
     log = echelon.Log(console=True, every=10_000) if console else QUIET
     engine, loader = build(directory, log=log, **options)
@@ -141,10 +142,10 @@ def test_one_line_says_what_was_saved_and_what_the_exit_code_means(tmp_path: Pat
 def nobody_asks(directory: str) -> tuple[int, bool, bool, bool]:
     """How often steps looked into the store; whether handlers were there, and the mark, and both gone after close."""
     os.environ[LEAVE_MARK] = directory
-    before = [signal.getsignal(number) for number in leave.ASKING]
+    before = [signal.getsignal(number) for number in preemption.ASKING]
     engine, loader = build(directory)
     mark = Path(directory, f"rank-{echelon.rank()}")
-    there = mark.exists() and all(signal.getsignal(n) != old for n, old in zip(leave.ASKING, before, strict=True))
+    there = mark.exists() and all(signal.getsignal(n) != old for n, old in zip(preemption.ASKING, before, strict=True))
     looks = 0
     main = threading.current_thread()
 
@@ -154,7 +155,7 @@ def nobody_asks(directory: str) -> tuple[int, bool, bool, bool]:
         looks += (
             in_main
             and event == "call"
-            and frame.f_code.co_filename == leave.__file__
+            and frame.f_code.co_filename == preemption.__file__
             and "due" not in str(frame.f_code.co_name)
         )
 
@@ -163,7 +164,7 @@ def nobody_asks(directory: str) -> tuple[int, bool, bool, bool]:
         engine.step(x, y)
     sys.setprofile(None)
     engine.close()
-    restored = [signal.getsignal(number) for number in leave.ASKING] == before
+    restored = [signal.getsignal(number) for number in preemption.ASKING] == before
     return looks, there, restored, mark.exists()
 
 
@@ -176,6 +177,6 @@ def test_a_rank_that_left_is_no_failure_in_the_record(tmp_path: Path, code: int,
     script, record = tmp_path / "script.py", tmp_path / "record.json"
     script.write_text(f"raise SystemExit({code})")
     env = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_ERROR_FILE": str(record)}
-    command = [sys.executable, worker.__file__, str(os.getpid()), str(tmp_path), "script", str(script)]
+    command = [sys.executable, rank_main.__file__, str(os.getpid()), str(tmp_path), "script", str(script)]
     assert subprocess.run(command, env=env, check=False).returncode == code
     assert record.exists() == recorded

@@ -17,9 +17,9 @@ from zoo import QUIET, sgd
 
 import echelon
 from echelon import Strategy
-from echelon.errors import CheckpointError, LossError, UsageError
-from echelon.record.read import read
-from echelon.report.sections.training import charts
+from echelon.base.errors import CheckpointError, LossError, UsageError
+from echelon.observability.runlog.reader import read
+from echelon.tools.report.sections.training import charts
 
 
 def mlp() -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import Strategy, pipeline, stage
-from echelon.parallel.loss_reduction import find_terms
+from echelon.parallel.loss.loss_reduction import find_terms
 
 VOCAB, STEPS, ROWS, LENGTH = 13, 5, 12, 11
 

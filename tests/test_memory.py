@@ -20,11 +20,11 @@ from zoo import QUIET
 
 import echelon
 from echelon import Dgc, LocalSgd, Strategy, annotate, pipeline, split, stage
-from echelon.environment import MEMORY
-from echelon.launcher.secret import prove
-from echelon.memory.bank import Bank
-from echelon.memory.companion import Memory, describe
-from echelon.memory.wire import LONGEST, Line, Refused
+from echelon.base.environment import MEMORY
+from echelon.base.job_secret import prove
+from echelon.checkpoint.in_memory.snapshot_buffer import Bank
+from echelon.checkpoint.in_memory.snapshot_wire import LONGEST, Line, Refused
+from echelon.launcher.memory_plugin import Memory, describe
 
 TOKEN = b"a secret of the job"
 TOTAL, COPIED = 6, 4  # steps in all, and those of which the first ranks leave a copy

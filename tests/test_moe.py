@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import echelon
-from echelon.errors import UsageError
-from echelon.marks import Split
+from echelon.base.errors import UsageError
 from echelon.nn import MoE, take_auxiliary_loss
-from echelon.parallel import batch_norm
-from echelon.parallel.split import SplitAxis
-from echelon.parallel.split.moe import STACKED, count_together, split_moe
+from echelon.parallel.data import batch_norm
+from echelon.parallel.expert.split_moe import STACKED, count_together, split_moe
+from echelon.parallel.tensor import SplitAxis
+from echelon.strategy.annotations.marks import Split
 
 DIM = 6
 

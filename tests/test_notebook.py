@@ -20,9 +20,10 @@ from harness import LIMIT
 from torch import Tensor, nn
 
 import echelon
-from echelon import environment, launch
-from echelon.errors import UsageError
-from echelon.notebook import LaunchError, _Rank, _take
+from echelon import launch
+from echelon.api.launch import LaunchError, _Rank, _take
+from echelon.base import environment
+from echelon.base.errors import UsageError
 
 
 def training(x: Tensor, y: Tensor) -> tuple[int, list[float], Tensor]:

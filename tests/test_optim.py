@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.optim import FTRL, LAMB, LARS, excluded_names
+from echelon.optim.from_torch import lamb_from, lars_from
 from echelon.optim.fused import order_of_work
-from echelon.optim.takeover import lamb_from, lars_from
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SHAPES = [(12, 7), (7,), (3, 2, 5), (4, 4), (9,)]

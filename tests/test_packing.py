@@ -14,10 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import QUIET
 
 import echelon
+from echelon.base.errors import DataError, UsageError
 from echelon.data import Loader, pack_collate, pad_collate
-from echelon.errors import DataError, UsageError
 from echelon.nn import Bounds, Packed, mean_over_samples, pack, packed_attention
-from echelon.parallel.pipeline.train import micro_batches
+from echelon.parallel.pipeline.pipeline_runner import micro_batches
 
 LENGTHS = [3, 7, 1, 0, 12, 5, 9, 2, 2, 6, 4, 11, 8]
 

@@ -17,7 +17,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 PARTS = {
     "split2": "this rank holds its parts of split layers only",

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from harness import Raised, errors, run, run_raw
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
-from echelon.marks import ScheduleName
-from echelon.parallel.pipeline.deferred import WeightStore, deferring
-from echelon.parallel.pipeline.loop import Transfer, run_schedule
+from echelon.base.errors import UsageError
+from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
+from echelon.parallel.pipeline.split_backward import WeightStore, deferring
 from echelon.parallel.pipeline.transport import Links
 from echelon.plan.schedule import forward_only, make_schedule
+from echelon.strategy.annotations.marks import ScheduleName
 
 WIDTH = 4
 LAST = 3

@@ -11,11 +11,11 @@ from torch import nn
 from zoo import SparseEmbedder, TiedTransformer, build
 
 from echelon import annotate, pipeline, stage
-from echelon.annotation import collect
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.plan import Plan, make_plan
 from echelon.plan.plan import first_difference
 from echelon.strategy import Reduction, Strategy
+from echelon.strategy.annotations.annotate import collect
 
 
 def plan_for(model: nn.Module, ranks: int = 2, **options: object) -> Plan:

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.fast import readings
-from echelon.fast.readings import Readings
-from echelon.fast.whose import is_users
+from echelon.base.code_origin import is_users
+from echelon.fastpath import guards
+from echelon.fastpath.guards import Readings
 
 annealed = 0.5
 unread = 0.5
@@ -255,9 +255,9 @@ def test_another_object_in_the_place_of_one_that_is_gone_is_another() -> None:
 
 def test_what_lies_too_deep_or_is_too_long_to_be_watched_is_said() -> None:
     deep: Any = [1.0]
-    for _ in range(readings.DEPTH + 1):
+    for _ in range(guards.DEPTH + 1):
         deep = [deep]
-    objects = [Schedule() for _ in range(readings.ITEMS + 1)]
+    objects = [Schedule() for _ in range(guards.ITEMS + 1)]
     assert Readings(Model(), lambda output, target: output * deep).too_many
     assert Readings(Model(), lambda output, target: output * objects).too_many
     assert not Readings(Model(), lambda output, target: output * long).too_many
@@ -375,16 +375,16 @@ def test_of_classes_alone() -> None:
 
 
 def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings, "MOST", 3)
+    monkeypatch.setattr(guards, "MOST", 3)
     assert Readings(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many
-    monkeypatch.setattr(readings, "MOST", 100)
+    monkeypatch.setattr(guards, "MOST", 100)
     assert not Readings(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many
 
 
 def test_only_the_users_code_is_followed() -> None:
     assert is_users(__file__)
     assert is_users("<ipython-input-1>")
-    for module in (torch, np, functools, readings):
+    for module in (torch, np, functools, guards):
         assert not is_users(str(module.__file__))
 
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import UsageError
-from echelon.parallel.recompute import apply_recompute
-from echelon.plan.memory import SavedBytes, activation_bytes
+from echelon.base.errors import UsageError
+from echelon.parallel.activation_checkpoint import apply_recompute
+from echelon.plan.saved_bytes import SavedBytes, activation_bytes
 from echelon.plan.segments import balance, cut_chain, find_chains, find_segments
 
 # ---- models, each with something that recomputation easily gets wrong ----

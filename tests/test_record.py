@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from staged import CPU
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
-from echelon.objective import Objective
-from echelon.plan.cut import balance_stages, count_operations, find_units
-from echelon.plan.leaves import take_apart
-from echelon.plan.record import Recording, record
-from echelon.strict import build
+from echelon.base.config import build
+from echelon.base.errors import UsageError
+from echelon.parallel.objective import Objective
+from echelon.plan.partition import balance_stages, count_operations, find_units
+from echelon.plan.pytree import take_apart
+from echelon.plan.stage_trace import Recording, record
 
 torch.set_num_threads(1)
 

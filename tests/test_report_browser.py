@@ -11,8 +11,8 @@ from browser import BROWSER, Browser
 from made_up_runs import BEGAN, append, loss_at, metrics
 from test_report_server import serving
 
-from echelon.report.gather import gather
-from echelon.report.page import render
+from echelon.tools.report.run_files import gather
+from echelon.tools.report.run_page import render
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium; ECHELON_CHROMIUM names one")
 

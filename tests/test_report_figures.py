@@ -8,13 +8,24 @@ import re
 
 import pytest
 
+from echelon.observability.runlog.run_metadata import Facts
+from echelon.observability.trace.span import Span
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.record.facts import Facts
-from echelon.report.figures.curves import HEIGHT, MARGIN, WIDTH, Point, Scale, Series, chart, is_spiky, scale_for, thin
-from echelon.report.figures.devices import placement
-from echelon.report.figures.schedule import ACTIONS, MOST_RANKS, Doing, draw, typical_step
-from echelon.timeline.span import Span
+from echelon.tools.report.figures.curves import (
+    HEIGHT,
+    MARGIN,
+    WIDTH,
+    Point,
+    Scale,
+    Series,
+    chart,
+    is_spiky,
+    scale_for,
+    thin,
+)
+from echelon.tools.report.figures.devices import placement
+from echelon.tools.report.figures.schedule import ACTIONS, MOST_RANKS, Doing, draw, typical_step
 
 random.seed(5)
 

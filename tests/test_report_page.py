@@ -21,12 +21,12 @@ from harness import run
 from made_up_runs import BEGAN, append, metrics
 
 import echelon
-from echelon.errors import UsageError
-from echelon.report.command import report
-from echelon.report.gather import gather
-from echelon.report.page import render
-from echelon.report.sections.overview import status
-from echelon.timeline.command import timeline_words
+from echelon.base.errors import UsageError
+from echelon.cli.commands.report import report
+from echelon.observability.trace.trace_report import timeline_words
+from echelon.tools.report.run_files import gather
+from echelon.tools.report.run_page import render
+from echelon.tools.report.sections.overview import status
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 NOW = BEGAN + 220.0  # five seconds after step 3,000

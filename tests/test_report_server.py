@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from made_up_runs import append, metrics
 
-from echelon.errors import UsageError
-from echelon.report.server import MOST_CALLERS, Pages, Server, is_loopback, link, open_server
+from echelon.base.errors import UsageError
+from echelon.tools.report.page_server import MOST_CALLERS, Pages, Server, is_loopback, link, open_server
 
 SECRET = "contents that nobody asked for"
 
@@ -216,7 +216,7 @@ def test_callers_that_say_nothing_do_not_pile_up(directory: Path) -> None:
 def test_a_caller_that_says_a_letter_now_and_then_is_not_heard_for_ever(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echelon.report.server.PATIENCE", 0.3)
+    monkeypatch.setattr("echelon.tools.report.page_server.PATIENCE", 0.3)
     with serving(directory) as server, socket.create_connection(("127.0.0.1", server.port)) as caller:
         caller.sendall(b"GET / HTTP/1.1\r\n")
         until = time.monotonic() + 20

@@ -18,11 +18,12 @@ from harness import run
 from torch import nn
 
 import echelon
-from echelon import Checkpoint, Log, Strategy, record
-from echelon.record.describe import relevant_environment, shown_command
-from echelon.record.read import RankStep
-from echelon.watch.activity import activity
-from echelon.watch.clock import PHASES
+from echelon import Checkpoint, Log, Strategy
+from echelon.distributed.activity import activity
+from echelon.observability import runlog
+from echelon.observability.metrics.step_clock import PHASES
+from echelon.observability.runlog.reader import RankStep
+from echelon.observability.runlog.run_description import relevant_environment, shown_command
 
 STEPS, EVERY = 6, 2
 
@@ -71,7 +72,7 @@ def _staged() -> nn.Module:
 
 def test_every_rank_writes_down_where_it_is_and_where_its_steps_went(tmp_path: Path) -> None:
     ends = run(train, str(tmp_path), str(tmp_path / "kept"), ranks=2)
-    seen = record.read(tmp_path)
+    seen = runlog.read(tmp_path)
     assert seen.facts is not None
     assert seen.facts.world.size == 2
     assert [(rank.rank, rank.pid, rank.at["replicate"]) for rank in seen.facts.ranks] == [
@@ -106,7 +107,7 @@ def _check_rank(steps: tuple[RankStep, ...], end: dict[str, Any]) -> None:
 
 def test_a_pipelines_stages_join_with_the_first_batch(tmp_path: Path) -> None:
     run(train, str(tmp_path), staged=True, ranks=2)
-    facts = record.read(tmp_path).facts
+    facts = runlog.read(tmp_path).facts
     assert facts is not None
     assert [(one.stage, one.ranks, one.units, one.parameters) for one in facts.stages] == [
         (0, (0,), ("0",), 16),
@@ -120,9 +121,9 @@ def test_a_pipelines_stages_join_with_the_first_batch(tmp_path: Path) -> None:
 def test_training_that_goes_on_is_the_same_run_and_anew_is_another(tmp_path: Path) -> None:
     directory, kept = str(tmp_path / "log"), str(tmp_path / "kept")
     run(train, directory, kept, 4, ranks=1)
-    first = record.read(directory)
+    first = runlog.read(directory)
     run(train, directory, kept, 6, ranks=1)
-    second = record.read(directory)
+    second = runlog.read(directory)
     assert first.facts is not None
     assert second.facts is not None
     assert (first.facts.attempt, second.facts.attempt) == (0, 1)
@@ -130,7 +131,7 @@ def test_training_that_goes_on_is_the_same_run_and_anew_is_another(tmp_path: Pat
     assert [step.step for step in second.steps] == [2, 4, 6]
     assert [event.kind for event in second.events] == ["saved", "ended", "resumed", "ended"]
     run(train, directory, None, 2, ranks=1)
-    third = record.read(directory)
+    third = runlog.read(directory)
     assert third.facts is not None
     assert third.facts.attempt == 0
     assert [step.step for step in third.steps] == [2]
@@ -148,8 +149,8 @@ def test_a_full_disk_or_a_lost_directory_costs_one_line_and_no_step(tmp_path: Pa
         assert losses == whole["losses"]
         assert len(errors) == 1, errors
         assert str(directory) in errors[0]
-    assert record.read(full).steps == ()
-    assert record.read(tmp_path / "lost").empty
+    assert runlog.read(full).steps == ()
+    assert runlog.read(tmp_path / "lost").empty
 
 
 def _complained(directory: str, lost: bool) -> tuple[list[float], list[str]]:
@@ -185,7 +186,7 @@ def test_of_steps_done_twice_the_later_count_and_damage_is_left_out(tmp_path: Pa
     (tmp_path / "run.json").write_text('{"world": [], "ranks": [7, {"rank": 1}], "mesh": null, "stages": "x"}')
     (tmp_path / "events.jsonl").write_text('{"time": 2, "kind": "failed", "text": "b"}\n{"time": 1, "kind": "notice"}')
     (tmp_path / "server-0.jsonl").write_text('{"time": 3, "rows": {"t": 5}, "staleness": {"mean": 1.5, "max": 4}}\n{')
-    seen = record.read(tmp_path)
+    seen = runlog.read(tmp_path)
     assert [(one.step, one.loss) for one in seen.steps] == [(1, 5.0), (2, 4.5), (3, None)]
     assert [(one.step, one.results) for one in seen.evaluations] == [(2, {"loss": 8.0})]
     assert [event.kind for event in seen.events] == ["notice", "failed"]
@@ -196,7 +197,7 @@ def test_of_steps_done_twice_the_later_count_and_damage_is_left_out(tmp_path: Pa
 
 
 def test_an_empty_directory_is_an_empty_run(tmp_path: Path) -> None:
-    assert record.read(tmp_path / "nowhere").empty
+    assert runlog.read(tmp_path / "nowhere").empty
 
 
 def test_secrets_stay_out() -> None:

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from echelon.errors import UsageError
-from echelon.marks import ScheduleName
-from echelon.parallel.pipeline.route import Message, Route, Transfer
+from echelon.base.errors import UsageError
+from echelon.parallel.pipeline.comm_plan import Message, Route, Transfer
 from echelon.plan.schedule import Action, Schedule, forward_only, make_schedule
 from echelon.plan.simulate import Deadlock, Simulation, simulate
+from echelon.strategy.annotations.marks import ScheduleName
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SIZES = [(ranks, micros) for ranks in range(1, 9) for micros in (1, 2, 3, 4, 7, 8, 12, 16, 23)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
+from echelon.checkpoint.training_state import decode, encode
 from echelon.optim import LARS, Schedule
-from echelon.state import decode, encode
 
 
 def rates(steps: int, lr: float = 1.0, **options: Any) -> np.ndarray[Any, Any]:

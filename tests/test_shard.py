@@ -25,12 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import echelon
-from echelon.parallel.layout import Layout
-from echelon.parallel.recompute import apply_recompute
-from echelon.parallel.shard import Shards
-from echelon.parallel.shard.rows import cut_all
-from echelon.parallel.shard.units import find_units
-from echelon.parallel.shared_norms import synchronize
+from echelon.distributed.tensor_layout import Layout
+from echelon.parallel.activation_checkpoint import apply_recompute
+from echelon.parallel.data.sync_batch_norm import synchronize
+from echelon.parallel.zero import Shards
+from echelon.parallel.zero.rows import cut_all
+from echelon.parallel.zero.wrap_policy import find_units
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.segments import find_segments
 
@@ -597,7 +597,7 @@ def mistaken(which: str) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(which: str, words: str) -> None:
-    with pytest.raises(echelon.errors.EchelonError) as caught:
+    with pytest.raises(echelon.base.errors.EchelonError) as caught:
         mistaken(which)
     line = f"{type(caught.value).__name__}: {caught.value}"
     assert line.startswith(words)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from echelon.annotation import annotate, collect, replicate, split, stage
-from echelon.device_placement import placement_table
-from echelon.errors import UsageError
-from echelon.slices import Slices, cluster, current
+from echelon.base.errors import UsageError
+from echelon.engine.device_placement import placement_table
+from echelon.strategy.annotations.annotate import annotate, collect, replicate, split, stage
+from echelon.strategy.annotations.slices import Slices, cluster, current
 
 
 def slices(order: tuple[int, ...], size: int) -> list[tuple[int, ...]]:

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import UsageError
-from echelon.marks import Split
-from echelon.parallel.recompute import apply_recompute
-from echelon.parallel.split import Applied, SplitAxis, Spread, apply_split, whole, why_not
+from echelon.base.errors import UsageError
+from echelon.parallel.activation_checkpoint import apply_recompute
+from echelon.parallel.tensor import Applied, SplitAxis, Spread, apply_split, whole, why_not
+from echelon.strategy.annotations.marks import Split
 
 S = Split
 

@@ -15,10 +15,10 @@ from test_split import axis_of, own_rows, randn, rows_of
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import DataError
-from echelon.evaluate import accuracy, top5
-from echelon.marks import Split
-from echelon.parallel.split import Spread, apply_split
+from echelon.base.errors import DataError
+from echelon.parallel.evaluate import accuracy, top5
+from echelon.parallel.tensor import Spread, apply_split
+from echelon.strategy.annotations.marks import Split
 
 CLASSES = 11
 SHAPES: dict[str, tuple[int, ...]] = {"one": (), "batch": (9,), "tokens": (9, 4), "image": (9, 2, 3)}

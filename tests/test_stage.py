@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon
-from echelon.errors import UsageError
-from echelon.marks import ScheduleName
-from echelon.objective import Objective
-from echelon.parallel.pipeline.deferred import WeightStore, deferring
-from echelon.parallel.pipeline.loop import Transfer, run_schedule
-from echelon.parallel.pipeline.ownership import holds, keep_only
-from echelon.parallel.pipeline.stage import StageRunner
+from echelon.base.errors import UsageError
+from echelon.parallel.activation_checkpoint import apply_recompute
+from echelon.parallel.objective import Objective
+from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
+from echelon.parallel.pipeline.split_backward import WeightStore, deferring
+from echelon.parallel.pipeline.stage_modules import holds, keep_only
+from echelon.parallel.pipeline.stage_runner import StageRunner
 from echelon.parallel.pipeline.transport import Links
-from echelon.parallel.recompute import apply_recompute
-from echelon.plan.foretell import is_placeholder
-from echelon.plan.record import record
+from echelon.plan.fake_forward import is_placeholder
 from echelon.plan.schedule import make_schedule
+from echelon.plan.stage_trace import record
 from echelon.strategy import Amp
+from echelon.strategy.annotations.marks import ScheduleName
 
 torch.set_num_threads(1)
 

@@ -20,15 +20,15 @@ from zoo import QUIET
 
 import echelon
 from echelon import pipeline, stage
-from echelon.environment import STALL
+from echelon.base.environment import STALL
+from echelon.distributed.activity import Activity, activity, calling, circle, in_full, in_short, waiting
 from echelon.launcher.failure import STALLED, Failure
-from echelon.watch import slow
-from echelon.watch.activity import Activity, activity, calling, circle, in_full, in_short, waiting
-from echelon.watch.judge import find_stall
-from echelon.watch.reporter import report
-from echelon.watch.slow import Stragglers
-from echelon.watch.status import Seen, Status, Wait
-from echelon.watch.table import table
+from echelon.observability.stall import stragglers as slow
+from echelon.observability.stall.diagnose import find_stall
+from echelon.observability.stall.rank_status import Seen, Status, Wait
+from echelon.observability.stall.reporter import report
+from echelon.observability.stall.stall_table import table
+from echelon.observability.stall.stragglers import Stragglers
 
 LIMIT = 60.0
 
@@ -188,7 +188,7 @@ def test_waits_are_counted_by_call_and_ranks_and_an_inner_one_is_part_of_the_out
 
 def test_work_is_what_is_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("echelon.watch.activity.monotonic", lambda: now[0])
+    monkeypatch.setattr("echelon.distributed.activity.monotonic", lambda: now[0])
     own = Activity()
     now[0] += 5.0
     own.waited += 2.0
@@ -245,7 +245,7 @@ def watch(seconds: float) -> None:
     """From here on, where all ranks are: they may have come here seconds apart on a busy machine."""
     echelon.barrier()
     os.environ[STALL] = str(seconds)
-    report(echelon.world.current())
+    report(echelon.distributed.world.current())
 
 
 def save_on_rank_0(directory: str, after: int) -> None:
@@ -276,7 +276,7 @@ def many_mistakes() -> list[str]:
     for call in calls:
         try:
             call()
-        except echelon.errors.MismatchError as error:
+        except echelon.base.errors.MismatchError as error:
             told.append(str(error))
     engine.step(*BATCH)
     return told

@@ -14,7 +14,7 @@ from zoo import QUIET
 import echelon
 from echelon import Strategy, pipeline, split, stage
 from echelon.optim import LAMB
-from echelon.optim.reach import Reach, find_reach
+from echelon.optim.step_reach import Reach, find_reach
 
 # ---- optimizers of other libraries, in a few lines each ----
 

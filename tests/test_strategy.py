@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from launch.command import echelon, here
 from torch import nn
 
-from echelon.errors import UsageError
+from echelon.base.config import build, strict
+from echelon.base.errors import UsageError
+from echelon.cli.commands.explain import explain_words
 from echelon.strategy import (
     AdaptiveLocalSgd,
     Amp,
@@ -37,8 +39,6 @@ from echelon.strategy import (
     Strategy,
 )
 from echelon.strategy.combine import TABLE, Change, Conflict, refuse_conflicts, verdicts
-from echelon.strategy.command import explain_words
-from echelon.strict import build, strict
 
 ROOT = Path(__file__).parent.parent
 

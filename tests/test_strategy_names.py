@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.strategy import Amp, Dgc, Lars, ParameterServer, Recompute, Shard, Strategy
 
 NO_DECAY = ["batch_norm", ".b_0"]

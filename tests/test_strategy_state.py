@@ -17,7 +17,7 @@ from zoo import QUIET, ConvNet, batch_for
 import echelon
 from echelon import AdaptiveLocalSgd, Amp, Checkpoint, Dgc, LocalSgd, LrScaling, Strategy
 from echelon.checkpoint import export, latest
-from echelon.engine import Engine
+from echelon.engine.engine import Engine
 
 DGC = Dgc(sparsity=(0.75, 0.9), rampup_step=8, min_size=50)
 #: Begins so high that the first steps overflow.

@@ -15,8 +15,8 @@ from zoo import QUIET, batch_for, build
 
 import echelon
 from echelon import Amp, Dgc, Lars, LocalSgd, Strategy
-from echelon.errors import LossError, UsageError
-from echelon.parallel.precision import HOPELESS, Scaler
+from echelon.base.errors import LossError, UsageError
+from echelon.optim.grad_scaler import HOPELESS, Scaler
 
 DGC = Dgc(sparsity=(0.75,), min_size=20)
 
@@ -239,7 +239,7 @@ def test_an_optimizer_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes fp16")
 def test_fp16_on_a_cpu_without_it_names_bf16() -> None:
-    if echelon.parallel.precision._cpu_computes_fp16():
+    if echelon.optim.grad_scaler._cpu_computes_fp16():
         pytest.skip("this CPU computes fp16")
     refuse(Strategy(amp="fp16"), "this CPU has no fp16 arithmetic; use amp='bf16'")
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from trace_rules import check_trace
 
 import echelon
+from echelon.observability.trace import summarize, trace_files
+from echelon.observability.trace.clock_sync import OneClock, measure
+from echelon.observability.trace.merge import merge
+from echelon.observability.trace.perfetto import trace_of
+from echelon.observability.trace.span import HOST, NETWORK, Span
+from echelon.observability.trace.trace_files import RankFile
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.timeline import files, summarize
-from echelon.timeline.files import RankFile
-from echelon.timeline.merge import merge
-from echelon.timeline.oneclock import OneClock, measure
-from echelon.timeline.span import HOST, NETWORK, Span
-from echelon.timeline.trace import trace_of
 
 FAST, SLOW = 0.002, 0.1  # seconds that the replicas sleep in each forward pass
 SHIFT = 1000.0  # seconds by which rank 1's clock is ahead
@@ -63,11 +63,15 @@ def ahead() -> float:
 
 
 def shift_clock() -> None:
-    import echelon.parallel.pipeline.loop
-    import echelon.timeline.recorder
-    import echelon.watch.activity
+    import echelon.distributed.activity
+    import echelon.observability.trace.span_recorder
+    import echelon.parallel.pipeline.schedule_loop
 
-    for module in (echelon.timeline.recorder, echelon.watch.activity, echelon.parallel.pipeline.loop):
+    for module in (
+        echelon.observability.trace.span_recorder,
+        echelon.distributed.activity,
+        echelon.parallel.pipeline.schedule_loop,
+    ):
         module.monotonic = ahead  # type: ignore[attr-defined]
 
 
@@ -106,7 +110,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(directory: Path) -> list[RankFile]:
-    return files.read(directory / "timeline")
+    return trace_files.read(directory / "timeline")
 
 
 def phases(ranked: RankFile) -> dict[int, list[Span]]:
@@ -347,7 +351,7 @@ def test_damaged_and_missing_files_are_left_out(pipeline: Path, tmp_path: Path) 
     (folder / "rank-1.jsonl").write_bytes(b"\xff\xfe not ours")
     (folder / "rank-2.jsonl").write_text("")
     os.mkfifo(folder / "rank-3.jsonl")
-    found = files.read(folder)
+    found = trace_files.read(folder)
     assert [(ranked.rank, len(ranked.spans)) for ranked in found] == [(0, 29)]
     figures = merge(folder).figures
     assert [row["rank"] for row in figures["ranks"]] == [0]
@@ -371,7 +375,7 @@ class Ends(nn.Module):
 
     def __init__(self, who: str, directory: str) -> None:
         super().__init__()
-        self._who, self._part, self._calls = who, Path(directory, "timeline", files.part_name(0)), 0
+        self._who, self._part, self._calls = who, Path(directory, "timeline", trace_files.part_name(0)), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self._calls += 1
@@ -410,14 +414,14 @@ def test_a_rank_that_waited_for_the_killed_one_shows_for_what(tmp_path: Path) ->
     assert [(wait.name, wait.ranks) for wait in waits] == [("sum of gradients", "0,1")]
     names = {event["name"] for event in check_trace(traced(tmp_path))}
     assert f"step {KILLED_IN}, cut short" in names
-    last = (tmp_path / "timeline" / files.part_name(1)).read_bytes()
+    last = (tmp_path / "timeline" / trace_files.part_name(1)).read_bytes()
     lines = last.splitlines(keepends=True)
-    steps = [len(files.read(tmp_path / "timeline")[1].spans)]
+    steps = [len(trace_files.read(tmp_path / "timeline")[1].spans)]
     for cut in (1, len(lines[-1]) // 2, len(lines[-1]) - 1):  # wherever the last line ends
-        (tmp_path / "timeline" / files.part_name(1)).write_bytes(last[:-cut])
-        steps.append(len(files.read(tmp_path / "timeline")[1].spans))
+        (tmp_path / "timeline" / trace_files.part_name(1)).write_bytes(last[:-cut])
+        steps.append(len(trace_files.read(tmp_path / "timeline")[1].spans))
     assert steps[0] > steps[2] == steps[3] > 0
-    (tmp_path / "timeline" / files.part_name(1)).unlink()
+    (tmp_path / "timeline" / trace_files.part_name(1)).unlink()
     assert summarize(tmp_path)["cut"]["missing"] == [1]
 
 

@@ -15,23 +15,23 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.errors import UsageError
-from echelon.timeline import files, summarize
-from echelon.timeline.command import timeline_words
-from echelon.timeline.cut import cut_short
-from echelon.timeline.device import device_spans, events_of
-from echelon.timeline.files import RankFile
-from echelon.timeline.flops import Seen, counted
-from echelon.timeline.intervals import length, union, within, without
-from echelon.timeline.merge import on_one_clock
-from echelon.timeline.part import now_line, read_part, spans_line
-from echelon.timeline.recorder import Recorder
-from echelon.timeline.span import DEVICE, HOST, Span
-from echelon.timeline.steps import Steps, parse_steps
-from echelon.timeline.summary import summarize as figures_of
-from echelon.timeline.word import with_steps
-from echelon.watch import Log
-from echelon.watch.activity import activity
+from echelon.base.errors import UsageError
+from echelon.cli.timeline_option import with_steps
+from echelon.distributed.activity import activity
+from echelon.observability.metrics import Log
+from echelon.observability.trace import summarize, trace_files
+from echelon.observability.trace.device_trace import device_spans, events_of
+from echelon.observability.trace.flops import Seen, counted
+from echelon.observability.trace.intervals import length, union, within, without
+from echelon.observability.trace.merge import on_one_clock
+from echelon.observability.trace.partial_file import now_line, read_part, spans_line
+from echelon.observability.trace.span import DEVICE, HOST, Span
+from echelon.observability.trace.span_recorder import Recorder
+from echelon.observability.trace.summary import summarize as figures_of
+from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_report import timeline_words
+from echelon.observability.trace.truncated import cut_short
+from echelon.strategy.recorded_steps import Steps, parse_steps
 
 # ---- steps in words ----
 
@@ -306,8 +306,8 @@ def test_the_words_name_how_far_each_came_and_what_the_launcher_said(tmp_path: P
     waiting = [host("update", 10.0, 13.0, 2, "other"), Span("sum", "wait", HOST, 11.0, 13.0, 2, ranks="0-2")]
     lines = {0: under_way(13.0, *waiting), 1: under_way(13.0, forward, said="ValueError: bad label")}
     for rank, line in lines.items():
-        text = files.first_line({"rank": rank, **about}) + spans_line(PHASES) + line + '[["forw'
-        (folder / files.part_name(rank)).write_text(text)
+        text = trace_files.first_line({"rank": rank, **about}) + spans_line(PHASES) + line + '[["forw'
+        (folder / trace_files.part_name(rank)).write_text(text)
     event = {"time": 1010.0, "kind": "failed", "rank": 1, "text": "rank 1 of 3 raised ValueError: bad label"}
     (tmp_path / "events.jsonl").write_text(json.dumps({**event, "time": 10.0, "rank": 0}) + "\n" + json.dumps(event))
     assert timeline_words(str(tmp_path), as_json=False).splitlines()[:5] == [
@@ -323,16 +323,20 @@ def test_the_words_name_how_far_each_came_and_what_the_launcher_said(tmp_path: P
 def test_the_parts_of_a_crash_are_kept_aside_when_the_next_attempt_records(tmp_path: Path) -> None:
     folder = tmp_path / "timeline"
     written(tmp_path)
-    (folder / files.part_name(1)).write_text(files.first_line({"rank": 1, "clock_offset": 0.0}) + spans_line(PHASES))
-    files.forget(folder, beyond=2)
+    (folder / trace_files.part_name(1)).write_text(
+        trace_files.first_line({"rank": 1, "clock_offset": 0.0}) + spans_line(PHASES)
+    )
+    trace_files.forget(folder, beyond=2)
     for rank in (0, 1):
-        files.make_way(folder, rank)
-    assert not files.of_ranks(folder)
+        trace_files.make_way(folder, rank)
+    assert not trace_files.of_ranks(folder)
     written(tmp_path)
-    assert f"'echelon timeline {folder / files.UNFINISHED}' shows it" in timeline_words(str(tmp_path), as_json=False)
-    assert summarize(folder / files.UNFINISHED)["cut"]["ranks"][0]["step"] == 1
-    files.make_way(folder, 1)
-    assert not files.of_ranks(folder / files.UNFINISHED), "a crash before the last one is told no more"
+    assert f"'echelon timeline {folder / trace_files.UNFINISHED}' shows it" in timeline_words(
+        str(tmp_path), as_json=False
+    )
+    assert summarize(folder / trace_files.UNFINISHED)["cut"]["ranks"][0]["step"] == 1
+    trace_files.make_way(folder, 1)
+    assert not trace_files.of_ranks(folder / trace_files.UNFINISHED), "a crash before the last one is told no more"
 
 
 # ---- the command ----
@@ -340,7 +344,7 @@ def test_the_parts_of_a_crash_are_kept_aside_when_the_next_attempt_records(tmp_p
 
 def written(directory: Path) -> Path:
     about = {"rank": 0, "host": "a", "clock_offset": 0.0, "clock_error": 0.0, "steps": [1, 1], "ranks": 1}
-    files.write(directory / "timeline", "rank-0.jsonl", files.lines_of(about, step_of(0.0, 1)).encode())
+    trace_files.write(directory / "timeline", "rank-0.jsonl", trace_files.lines_of(about, step_of(0.0, 1)).encode())
     return directory
 
 
@@ -356,7 +360,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
 
 def test_flops_that_the_run_wrote_down_are_used(tmp_path: Path) -> None:
     about = {"rank": 0, "clock_offset": 0.0, "ranks": 1, "peak": 1e12}
-    files.write(tmp_path / "timeline", "rank-0.jsonl", files.lines_of(about, step_of(0.0, 1)).encode())
+    trace_files.write(tmp_path / "timeline", "rank-0.jsonl", trace_files.lines_of(about, step_of(0.0, 1)).encode())
     assert summarize(tmp_path)["mfu"] is None
     (tmp_path / "run.json").write_text('{"flops_per_step": 4.5e12}')
     assert summarize(tmp_path)["mfu"] == pytest.approx(0.5)

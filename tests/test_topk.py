@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from echelon.errors import UsageError
-from echelon.parallel.topk import largest
+from echelon.base.errors import UsageError
+from echelon.parallel.data.topk import largest
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -12,11 +12,11 @@ import pytest
 from harness import RANKS, free_port, run
 
 import echelon
-from echelon import world as worlds
-from echelon.environment import ALONE, Place
-from echelon.errors import EchelonError, UsageError
-from echelon.ps.role import find_role
-from echelon.trainers import meeting_place, trainer_place
+from echelon.base.environment import ALONE, Place
+from echelon.base.errors import EchelonError, UsageError
+from echelon.distributed import world as worlds
+from echelon.distributed.endpoint_trainers import meeting_place, trainer_place
+from echelon.distributed.ps_role import find_role
 
 LIST = "10.0.0.1:6170,10.0.0.1:6171,10.0.0.2:6170"
 HERE = {"PADDLE_TRAINER_ID": "2", "PADDLE_TRAINERS_NUM": "3", "PADDLE_TRAINER_ENDPOINTS": LIST}

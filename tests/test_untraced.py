@@ -95,7 +95,7 @@ def test_the_command_line_is_there_without_torch():
 
 def test_every_public_name_is_there_and_is_no_room():
     for name in echelon.__all__:
-        assert getattr(echelon, name) is getattr(echelon.public, name)
+        assert getattr(echelon, name) is getattr(echelon.api.public, name)
         room = find_spec(f"echelon.{name}")
         assert room is None or room.origin is None, f"{name} would be a module or a name, whichever is loaded first"
 

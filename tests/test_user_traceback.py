@@ -10,10 +10,10 @@ from types import TracebackType
 import pytest
 
 import echelon
-from echelon import user_traceback
-from echelon.environment import TRACEBACK
-from echelon.errors import UsageError
-from echelon.user_traceback import format_error, install_hook, one_line, user_place
+from echelon.base import user_traceback
+from echelon.base.environment import TRACEBACK
+from echelon.base.errors import UsageError
+from echelon.base.user_traceback import format_error, install_hook, one_line, user_place
 
 BEGIN = """
 import torch, torch.nn.functional as F, echelon
@@ -85,12 +85,12 @@ def test_switch_shows_everything(fails: Fails, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(TRACEBACK, "1")
     error, trace = fails("train(x=torch.ones(4, 9))\n")
     told = format_error(error, trace)
-    assert "echelon/engine.py" in told
+    assert "echelon/engine/engine.py" in told
     assert "frames of echelon" not in told
     error, trace = fails("echelon.Strategy(bucket=3)\n")
     told = format_error(error, trace)
     assert told.startswith("Traceback (most recent call last):\n")
-    assert "echelon/strict.py" in told
+    assert "echelon/base/config.py" in told
     assert told.endswith(f"(train.py:{LINES + 1})\n")
 
 

@@ -15,25 +15,25 @@ from verifying import STEPS, recorded, verified
 
 import echelon
 from echelon import Strategy, pipeline, split, stage
-from echelon.annotation import collect
-from echelon.parallel.layout import Layout, Part
+from echelon.distributed.tensor_layout import Layout, Part
 from echelon.plan import make_plan
-from echelon.slices import Slices
-from echelon.verify.batches import describe, joined, read_batch, together, write_batch
-from echelon.verify.drift import drifted, sums_of
-from echelon.verify.events import put_together
-from echelon.verify.expected import expected
-from echelon.verify.judge import judge, reconsidered
-from echelon.verify.measure import (
+from echelon.strategy.annotations.annotate import collect
+from echelon.strategy.annotations.slices import Slices
+from echelon.tools.verify.batches import describe, joined, read_batch, together, write_batch
+from echelon.tools.verify.differences import (
     Difference,
     gradient_differences,
     movement_differences,
     rounding,
     weight_differences,
 )
-from echelon.verify.outputs import Outputs, output_difference
-from echelon.verify.show import as_json, conclusion, notes
-from echelon.verify.stillness import still, unrest
+from echelon.tools.verify.expected_differences import expected
+from echelon.tools.verify.loop_events import put_together
+from echelon.tools.verify.module_outputs import Outputs, output_difference
+from echelon.tools.verify.randomness import still, unrest
+from echelon.tools.verify.replica_drift import drifted, sums_of
+from echelon.tools.verify.verdict import judge, reconsidered
+from echelon.tools.verify.verdict_text import as_json, conclusion, notes
 
 # ---- scripts ----
 

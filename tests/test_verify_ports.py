@@ -16,13 +16,13 @@ from verifying import STEPS, verified
 
 import echelon
 from echelon import Strategy
-from echelon.nn import gather_batch
-from echelon.verify.accumulation import find_accumulation
-from echelon.verify.causes import likely_cause
-from echelon.verify.denominators import denominators
-from echelon.verify.events import put_together
-from echelon.verify.padded import padded_together
-from echelon.verify.show import conclusion, in_short
+from echelon.parallel.data import gather_batch
+from echelon.tools.verify.accumulation import find_accumulation
+from echelon.tools.verify.causes import likely_cause
+from echelon.tools.verify.denominators import denominators
+from echelon.tools.verify.loop_events import put_together
+from echelon.tools.verify.padded_batches import padded_together
+from echelon.tools.verify.verdict_text import conclusion, in_short
 
 QUIET = echelon.Log(console=False)
 

@@ -15,10 +15,10 @@ import torch
 from harness import run
 
 import echelon
-from echelon.environment import Place
-from echelon.errors import PeerLost
-from echelon.process_group import join_ranks
-from echelon.wait_notice import AFTER, WaitNotice, name_ranks
+from echelon.base.environment import Place
+from echelon.base.errors import PeerLost
+from echelon.base.wait_notice import AFTER, WaitNotice, name_ranks
+from echelon.distributed.process_group import join_ranks
 
 
 def test_the_line_comes_after_five_seconds_and_again_only_if_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:

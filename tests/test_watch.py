@@ -14,9 +14,9 @@ from torch import nn
 
 import echelon
 from echelon import Log, Strategy
-from echelon.errors import UsageError
-from echelon.watch.clock import PHASES
-from echelon.watch.sinks import summary
+from echelon.base.errors import UsageError
+from echelon.observability.metrics.sinks import summary
+from echelon.observability.metrics.step_clock import PHASES
 
 
 def train(directory: str, tensorboard: bool = False, merge: int = 1) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from harness import errors, run
 
 import echelon
-from echelon.environment import ALONE, expand_hosts, find_place
-from echelon.errors import UsageError
+from echelon.base.environment import ALONE, expand_hosts, find_place
+from echelon.base.errors import UsageError
 
 
 def who_am_i() -> tuple[object, ...]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from harness import Died, run_raw
 
 import echelon
-from echelon.environment import VERIFY
-from echelon.verify.judge import Verdict, judge
-from echelon.verify.question import Question
-from echelon.verify.wide import TOLERANCE
+from echelon.base.environment import VERIFY
+from echelon.tools.verify.float64 import TOLERANCE
+from echelon.tools.verify.messages import Question
+from echelon.tools.verify.verdict import Verdict, judge
 
 STEPS = 2
 

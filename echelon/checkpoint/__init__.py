@@ -7,23 +7,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.checkpoint.layout import find, latest
-    from echelon.checkpoint.stored import Stored, verify
+    from echelon.base.errors import CheckpointError
+    from echelon.checkpoint.directory import find, latest
+    from echelon.checkpoint.reader import Stored, verify
     from echelon.checkpoint.weights import export
     from echelon.checkpoint.writer import Writer
-    from echelon.errors import CheckpointError
 
 __all__ = ["CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]
 
 #: Brought in when asked for: torch's planners take 0.6 s, and a server that comes back needs none of them.
 _HOMES = {
-    "CheckpointError": "echelon.errors",
-    "Stored": "echelon.checkpoint.stored",
+    "CheckpointError": "echelon.base.errors",
+    "Stored": "echelon.checkpoint.reader",
     "Writer": "echelon.checkpoint.writer",
     "export": "echelon.checkpoint.weights",
-    "find": "echelon.checkpoint.layout",
-    "latest": "echelon.checkpoint.layout",
-    "verify": "echelon.checkpoint.stored",
+    "find": "echelon.checkpoint.directory",
+    "latest": "echelon.checkpoint.directory",
+    "verify": "echelon.checkpoint.reader",
 }
 
 

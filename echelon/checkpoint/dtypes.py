@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
-from echelon.errors import CheckpointError
+from echelon.base.errors import CheckpointError
 
 #: torch's dtype, and the name safetensors gives it. The name in our index is torch's own ("bfloat16").
 _SAFETENSORS = {

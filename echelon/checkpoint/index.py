@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from echelon.base.errors import CheckpointError, Damaged
 from echelon.checkpoint import dtypes, tensorfile
-from echelon.checkpoint.faults import cannot_read
-from echelon.checkpoint.layout import INDEX
+from echelon.checkpoint.directory import INDEX
+from echelon.checkpoint.os_errors import cannot_read
 from echelon.checkpoint.tensorfile import FileRecord, Span
-from echelon.errors import CheckpointError, Damaged
 
 FORMAT = "echelon-checkpoint"
 VERSION = 1

@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from echelon.checkpoint import dtypes, layout, tensorfile
-from echelon.checkpoint.allotment import Allotment
-from echelon.checkpoint.exchange import Peers
-from echelon.checkpoint.faults import cannot_write
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint import directory as layout
+from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.index import Chunk, Entry, Index, Malformed, plain_facts
-from echelon.checkpoint.share import Piece, local_pieces
+from echelon.checkpoint.os_errors import cannot_write
+from echelon.checkpoint.rank_agreement import Peers
 from echelon.checkpoint.staging import Staging
 from echelon.checkpoint.tensorfile import FileRecord, Slot, Span
-from echelon.errors import CheckpointError
-from echelon.parallel.layout import Part
+from echelon.checkpoint.write_plan import Piece, local_pieces
+from echelon.checkpoint.write_plan_cache import Allotment
+from echelon.distributed.tensor_layout import Part
 
 T = TypeVar("T")
 Held = list[tuple[Piece, torch.Tensor]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.checkpoint.share import Piece
+from echelon.checkpoint.write_plan import Piece
 
 
 class Staging:

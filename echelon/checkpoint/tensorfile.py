@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import numpy
 
-from echelon.checkpoint.faults import cannot_read
-from echelon.errors import Damaged
+from echelon.base.errors import Damaged
+from echelon.checkpoint.os_errors import cannot_read
 
 _BLOCK = 64 << 20  # checksummed and written while still in reach of the cache hierarchy, and with the GIL released
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from echelon.base.errors import CheckpointError
 from echelon.checkpoint import dtypes, tensorfile
-from echelon.checkpoint.faults import cannot_write
-from echelon.checkpoint.layout import find, sync_directory
-from echelon.checkpoint.stored import Stored
+from echelon.checkpoint.directory import find, sync_directory
+from echelon.checkpoint.os_errors import cannot_write
+from echelon.checkpoint.reader import Stored
 from echelon.checkpoint.tensorfile import Slot
-from echelon.errors import CheckpointError
 
 
 def export(

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint.allotment import Allotment
-from echelon.checkpoint.exchange import Peers
-from echelon.checkpoint.faults import first_line
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.os_errors import first_line
+from echelon.checkpoint.rank_agreement import Peers
 from echelon.checkpoint.save import Save
 from echelon.checkpoint.staging import Staging
-from echelon.errors import CheckpointError, UsageError
-from echelon.parallel.layout import Part
-from echelon.watch.activity import waiting
-from echelon.world import DEFAULT_TIMEOUT
+from echelon.checkpoint.write_plan_cache import Allotment
+from echelon.distributed.activity import waiting
+from echelon.distributed.tensor_layout import Part
+from echelon.distributed.world import DEFAULT_TIMEOUT
 
 
 class Writer:

@@ -2,6 +2,6 @@
 
 from echelon.cli.app import app
 from echelon.cli.entry import main
-from echelon.cli.run import checked_job
+from echelon.cli.run_command import checked_job
 
 __all__ = ["app", "checked_job", "main"]

@@ -10,9 +10,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from echelon.base.errors import UsageError
 from echelon.cli.parsing import option_names, valued_options
 from echelon.cli.spelling import RENAMED, dashed
-from echelon.errors import UsageError
 
 #: Options that every program has: after the script they are the script's.
 _ANYBODY_S = ("--help", "-h")

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from echelon.cli.check_commands import doctor, verify
 from echelon.cli.completion import completion
-from echelon.cli.files import export, fetch_data
-from echelon.cli.models import train, zoo
+from echelon.cli.file_commands import export, fetch_data
+from echelon.cli.model_commands import train, zoo
 from echelon.cli.parsing import EchelonCommand, EchelonGroup, RunCommand
-from echelon.cli.plans import bench, explain, memory, plan
-from echelon.cli.run import run
-from echelon.cli.runs import report, timeline, watch
-from echelon.cli.servers import serve
-from echelon.cli.submit import submit
-from echelon.cli.trust import doctor, verify
+from echelon.cli.plan_commands import bench, explain, memory, plan
+from echelon.cli.report_commands import report, timeline, watch
+from echelon.cli.run_command import run
+from echelon.cli.server_commands import serve
+from echelon.cli.submit_commands import submit
 from echelon.cli.version import show_version, version
 
 app = typer.Typer(

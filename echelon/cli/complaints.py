@@ -7,10 +7,10 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from echelon.base.errors import nearest
 from echelon.cli.other_launchers import is_foreign, translate
 from echelon.cli.parsing import WORDS, option_names, valued_options
 from echelon.cli.spelling import dashed
-from echelon.errors import nearest
 
 #: Commands that take a script among their own options.
 WITH_SCRIPTS = ("memory", "plan", "verify")

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from echelon.base.errors import UsageError, nearest
 from echelon.cli.parsing import option_names, valued_options
 from echelon.cli.spelling import dashed
-from echelon.errors import UsageError, nearest
 
 #: Set by the shell's function: print what the last of the words may become, and do nothing else.
 COMPLETE = "_ECHELON_COMPLETE"

@@ -8,11 +8,11 @@ from typing import Any
 
 import typer
 
+from echelon.base.errors import EchelonError, UsageError
+from echelon.base.user_traceback import format_error
 from echelon.cli.app import app
 from echelon.cli.complaints import explain
 from echelon.cli.completion import COMPLETE, candidates
-from echelon.errors import EchelonError, UsageError
-from echelon.user_traceback import format_error
 
 #: click's UsageError. Newer typers carry a copy of click, older ones depend on it; this names the right one.
 ParseError: type[Any] = typer.BadParameter.__base__ or Exception

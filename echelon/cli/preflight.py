@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 
 def require_model(word: str) -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import version as version_of
 
 import typer
 
-from echelon.version import __version__
+from echelon.base.version import __version__
 
 
 def version() -> None:

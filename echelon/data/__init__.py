@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from echelon.data.ctr import CtrFiles
-from echelon.data.files import FileList
+from echelon.data.file_list import FileList
 from echelon.data.loader import Loader
 from echelon.data.padding import pad_collate
 from echelon.data.repeated import Repeated, RepeatedStream

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, Protocol, runtime_checkable
 
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.mapped import MapSource, Pick
-from echelon.data.options import LoaderOptions
 from echelon.data.order import Indices
 from echelon.data.repeated import Repeated
 from echelon.data.seeding import Seeds, Use, chain_each, mix

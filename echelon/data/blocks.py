@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from echelon.base.errors import DataError
 from echelon.data.cursor import Cursor
-from echelon.data.options import LoaderOptions
+from echelon.data.data_source import Piece, too_few
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import Indices, block
 from echelon.data.seeding import Use, numpy_stream
-from echelon.data.source import Piece, too_few
-from echelon.errors import DataError
 
 #: blocks whose rows are mixed with each other when the data is shuffled
 MIXED = 4

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from torch.utils.data import default_collate
 
+from echelon.base.errors import DataError
 from echelon.data.hugging_face import column_collate, has_columns
-from echelon.data.options import LoaderOptions
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.padding import pad_collate
 from echelon.data.seeding import seed_all
-from echelon.errors import DataError
 
 
 class Collate:

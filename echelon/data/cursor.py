@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 
 
 @dataclass

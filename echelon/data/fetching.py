@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from echelon.data.source import Piece, Source
-from echelon.errors import DataError
+from echelon.base.errors import DataError
+from echelon.data.data_source import Piece, Source
 
 NICENESS = 10  #: of workers
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, default_collate
 
+from echelon.base.errors import DataError
 from echelon.data.repeated import Repeated, RepeatedStream
-from echelon.errors import DataError
 
 #: rows of which ranks compare a checksum
 COMPARED = 16

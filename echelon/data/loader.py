@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from echelon.base.errors import DataError, UsageError, nearest
 from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
 from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor, from_state, to_state
+from echelon.data.data_source import Piece, Source, UnknownLength, is_stream, kind_name
 from echelon.data.fetching import Fetching
+from echelon.data.fingerprint import Likeness, likeness
 from echelon.data.hugging_face import refuse_whole
-from echelon.data.likeness import Likeness, likeness
+from echelon.data.loader_options import Lengths, LoaderOptions, Uneven
 from echelon.data.mapped import Columns, MapSource, TensorSource, columns_of
-from echelon.data.options import Lengths, LoaderOptions, Uneven
 from echelon.data.repeated import Repeated
 from echelon.data.sampling import Sampling, batches_of
 from echelon.data.sharded import Agreement, ShardSource, is_sharded
-from echelon.data.source import Piece, Source, UnknownLength, is_stream, kind_name
 from echelon.data.stream import StreamSource
 from echelon.data.torch_loader import CARED_FOR, RENAMED
 from echelon.data.transfer import on_device
-from echelon.errors import DataError, UsageError, nearest
-from echelon.watch.activity import activity
+from echelon.distributed.activity import activity
 
 
 class Loader:

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from echelon.base.errors import DataError, UsageError
 from echelon.data.cache import KeptItems
 from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor
+from echelon.data.data_source import Piece, seen_lengths, too_few
 from echelon.data.hugging_face import reads_rows_at_once
-from echelon.data.options import LoaderOptions
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import BucketedOrder, EpochOrder, Indices, permutation
 from echelon.data.repeated import Repeated
 from echelon.data.sampling import Sampling
 from echelon.data.seeding import Use, apart, chain, mix, numpy_stream, seed_all
-from echelon.data.source import Piece, seen_lengths, too_few
-from echelon.errors import DataError, UsageError
 
 
 class Pick(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.base.errors import DataError
 from echelon.data.seeding import Use, numpy_stream
-from echelon.errors import DataError
 
 Indices = NDArray[np.int64]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
+from echelon.base.errors import DataError
 from echelon.data.order import Indices
-from echelon.errors import DataError
 
 
 class Repeated(Dataset[Any]):

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from echelon.base.errors import DataError
 from echelon.data.order import EpochOrder, Indices
 from echelon.data.seeding import GlobalState, Use, apart, global_state, mix, restore_global_state, seed_all
-from echelon.errors import DataError
 
 #: indices read from a sampler at once: swapping the states of generators takes 0.2 ms
 CHUNK = 1024

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon import world as worlds
+from echelon.base.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.order import per_replica
 from echelon.data.torch_loader import loader_request
-from echelon.errors import UsageError
+from echelon.distributed import world as worlds
 
 
 def steps(

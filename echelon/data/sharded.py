@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from echelon.base.errors import DataError, PeerLost
 from echelon.data.cache import KeptFiles, KeptStream
 from echelon.data.collate import one_line
 from echelon.data.cursor import Cursor
-from echelon.data.files import FileList
-from echelon.data.options import LoaderOptions
+from echelon.data.data_source import Piece, lengths_function
+from echelon.data.file_list import FileList
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.seeding import apart
-from echelon.data.source import Piece, lengths_function
 from echelon.data.stream import Binding, Item, Passes, Reader, Turn, announce
-from echelon.errors import DataError, PeerLost
-from echelon.watch.activity import waiting
+from echelon.distributed.activity import waiting
 
 
 class Ragged(NamedTuple):

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.utils.data._utils.worker as torch_worker
 
+from echelon.base.errors import DataError
 from echelon.data.cache import KeptStream
 from echelon.data.checksums import samples_checksum
 from echelon.data.collate import Collate
 from echelon.data.cursor import Cursor
-from echelon.data.options import LoaderOptions
+from echelon.data.data_source import Piece, lengths_function, seen_lengths, too_few
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import arranged
 from echelon.data.seeding import Use, apart, chain, mix, numpy_stream, python_stream, seed_all
-from echelon.data.source import Piece, lengths_function, seen_lengths, too_few
-from echelon.errors import DataError
 
 #: samples kept to pad with at the end of a stream
 RESERVOIR = 256

@@ -16,10 +16,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from echelon.base.errors import UsageError
 from echelon.data.hugging_face import has_columns
 from echelon.data.mapped import columns_of
 from echelon.data.sampling import SeededFirst, known_length, nested
-from echelon.errors import UsageError
 
 #: torch's names of options that have another name here
 RENAMED = {"num_workers": "workers", "collate_fn": "collate", "prefetch_factor": "prefetch"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from echelon.data.source import Piece
+from echelon.data.data_source import Piece
 
 
 def on_device(pieces: Iterator[Piece], device: torch.device | None) -> Iterator[Piece]:

@@ -14,19 +14,19 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from echelon.environment import REQUEUE
-from echelon.launcher.cards import Verdict, host_failure
-from echelon.launcher.companion import Companion
+from echelon.base.environment import REQUEUE
+from echelon.launcher.agent_plugin import Companion
 from echelon.launcher.failure import Failure, first_cause, read_record
-from echelon.launcher.guard import Guard, end_sessions
+from echelon.launcher.graceful_stop import Marks, let_leave
+from echelon.launcher.interval import Pace
 from echelon.launcher.job import Job
-from echelon.launcher.line import StoreGone
-from echelon.launcher.muster import Muster, RoundEnded
-from echelon.launcher.pace import Pace
-from echelon.launcher.parting import Marks, let_leave
-from echelon.launcher.ranks import RankEnvironment, forget_logs
+from echelon.launcher.orphan_reaper import Guard, end_sessions
+from echelon.launcher.rank_environment import RankEnvironment, forget_logs
+from echelon.launcher.rendezvous.handler import Muster, RoundEnded
+from echelon.launcher.rendezvous.messages import Verdict, host_failure
+from echelon.launcher.rendezvous.store_client import StoreGone
 from echelon.launcher.signals import Notice, signals_held
-from echelon.record.events import Kind, note_beside
+from echelon.observability.runlog.events import Kind, note_beside
 
 #: Seconds between asking the ranks to end and killing them; those that would save first, which cannot any more.
 GRACE, NO_GRACE = 5, 1

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from echelon.user_traceback import in_brackets
+from echelon.base.user_traceback import in_brackets
 
 _LONGEST_LINE = 500
 _LONGEST_TRACE = 60_000  # what travels between hosts; the log keeps all of it

@@ -10,11 +10,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
-from echelon.errors import UsageError, nearest
-from echelon.launcher import network, worker
-from echelon.launcher.hosts import at_least, check_node_rank, host_counts, meeting_points
-from echelon.launcher.roles import MAX_RESTARTS, Roles
-from echelon.timeline.steps import check_steps
+from echelon.base import network
+from echelon.base.errors import UsageError, nearest
+from echelon.distributed import rank_main
+from echelon.launcher.ps_roles import MAX_RESTARTS, Roles
+from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
+from echelon.strategy.recorded_steps import check_steps
 
 #: What ``echelon run`` takes when it is not told: seconds, see ``Job``.
 LAST_CALL, HOST_TIMEOUT, GRACE, STALL = 3.0, 30.0, 30.0, 60.0
@@ -77,7 +78,7 @@ class Job:
     def command(self) -> tuple[str, ...]:
         """What Python runs in a rank or worker: worker.py, which then runs the user's program."""
         kind = "module" if self.module else "script"
-        return (worker.__file__, str(os.getpid()), str(self.log_dir), kind, self.program, *self.args)
+        return (rank_main.__file__, str(os.getpid()), str(self.log_dir), kind, self.program, *self.args)
 
     @property
     def processes(self) -> int:
@@ -165,7 +166,7 @@ def check(
 
 def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int, served: bool) -> int:
     """Processes on this host: as many as the plan needs, where nobody has asked for another number."""
-    from echelon.planner.run.saved import SavedPlan
+    from echelon.planner.apply.saved_plan import SavedPlan
 
     if served:
         raise UsageError("--plan is for jobs without parameter servers; leave --plan or the servers out")

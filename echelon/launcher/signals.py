@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from echelon.launcher.worker import HELD_SIGNALS
+from echelon.distributed.rank_main import HELD_SIGNALS
 
 #: Schedulers announce by these that the job must go soon.
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from echelon.environment import WAIT_LINES
-from echelon.launcher.companion import Round
+from echelon.base.environment import WAIT_LINES
+from echelon.launcher.agent_plugin import Round
 from echelon.launcher.failure import Failure
 
 #: Seconds after which a line about the same process is printed again: it belongs to a later attempt.

@@ -7,8 +7,8 @@ from echelon.nn.packed import Bounds, Packed, mean_over_samples, pack
 from echelon.nn.packed_attention import packed_attention
 
 if TYPE_CHECKING:
-    from echelon.nn.gather_batch import gather_batch
-    from echelon.nn.sparse_embedding import SparseEmbedding
+    from echelon.parallel.data.gather_batch import gather_batch
+    from echelon.parameter_server.worker.sparse_embedding import SparseEmbedding
 
 __all__ = [
     "Bounds",
@@ -24,8 +24,8 @@ __all__ = [
 
 #: Public names of this package whose modules stand above it, imported when they are asked for.
 _FROM_ABOVE = {
-    "SparseEmbedding": "echelon.nn.sparse_embedding",
-    "gather_batch": "echelon.nn.gather_batch",
+    "SparseEmbedding": "echelon.parameter_server.worker.sparse_embedding",
+    "gather_batch": "echelon.parallel.data.gather_batch",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.errors import UsageError, nearest
+from echelon.base.errors import UsageError, nearest
 
 _SAME = {"padding_idx": "padding_id", "num_embeddings": "capacity", "embedding_dim": "dim"}
 _FLUID = ("size", "is_sparse", "is_distributed", "param_attr", "dtype")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
-from echelon.nn.gate import Choice, balance, capacity, choose, positions, queue
+from echelon.base.errors import UsageError
+from echelon.nn.expert_gate import Choice, balance, capacity, choose, positions, queue
 
 #: From the rows of each expert [experts, rows, dim] and w1, b1, w2, b2 to its outputs, of the same shape.
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

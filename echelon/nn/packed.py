@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 MULTIPLE = 128  #: tokens of a batch are filled up to a multiple of it, so that kernels meet few shapes
 STEP = 64  #: ``longest`` is rounded up to a multiple of it, for the same reason

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 # By class, and by the class's name for the many layer norms that models define themselves.
 KINDS = {

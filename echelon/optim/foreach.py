@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from echelon.errors import UsageError
-from echelon.optim.sharing import SharingOptimizer
+from echelon.base.errors import UsageError
+from echelon.optim.shared_groups import SharingOptimizer
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.optim.foreach import (
     NOT_NEGATIVE,
     POSITIVE,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.optim.foreach import FRACTION, NOT_NEGATIVE, Bound, Bundle, in_full, write_back, zeros_for
 from echelon.optim.layerwise import Layerwise, add_scaled
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.optim.foreach import Bundle, ForeachOptimizer
 
 if TYPE_CHECKING:

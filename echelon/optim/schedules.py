@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from echelon.errors import UsageError, nearest
+from echelon.base.errors import UsageError, nearest
 
 #: scheme: (the part of all steps after which halving starts, how many times)
 LUONG = {"luong234": (2 / 3, 4), "luong5": (1 / 2, 5), "luong10": (1 / 2, 10)}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.parallel.collective import start_small_sum
+from echelon.distributed.collectives import start_small_sum
 
 
 class Census:

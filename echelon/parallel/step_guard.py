@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 _INSTEAD = "call engine.step(batch), or engine.backward(loss) and engine.update()"
 

@@ -3,32 +3,32 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.plan.make import make_plan
+    from echelon.plan.build import make_plan
     from echelon.plan.plan import Bucket, Parameter, Plan
+    from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.cost.predict import predict
     from echelon.planner.draft import Draft
-    from echelon.planner.machines.cluster import Cluster
-    from echelon.planner.model.builders import bert, gpt, llama
-    from echelon.planner.model.profile import Profile, profile
     from echelon.planner.prediction import Prediction
+    from echelon.planner.profile.builders import bert, gpt, llama
+    from echelon.planner.profile.profile import Profile, profile
     from echelon.planner.search.search import search
 
 #: Where each name is kept. Imported when asked for: the planner builds on this package, and commands that only draw a
 #: schedule need no torch.
 _HOMES = {
     "Bucket": "plan.plan",
-    "Cluster": "planner.machines.cluster",
+    "Cluster": "planner.cluster.cluster",
     "Draft": "planner.draft",
     "Parameter": "plan.plan",
     "Plan": "plan.plan",
     "Prediction": "planner.prediction",
-    "Profile": "planner.model.profile",
-    "bert": "planner.model.builders",
-    "gpt": "planner.model.builders",
-    "llama": "planner.model.builders",
-    "make_plan": "plan.make",
+    "Profile": "planner.profile.profile",
+    "bert": "planner.profile.builders",
+    "gpt": "planner.profile.builders",
+    "llama": "planner.profile.builders",
+    "make_plan": "plan.build",
     "predict": "planner.cost.predict",
-    "profile": "planner.model.profile",
+    "profile": "planner.profile.profile",
     "search": "planner.search.search",
 }
 

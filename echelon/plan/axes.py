@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from echelon.errors import UsageError
-from echelon.marks import Pipeline
+from echelon.base.errors import UsageError
+from echelon.strategy.annotations.marks import Pipeline
 
 
 class Refit(NamedTuple):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from echelon.plan.foretell import is_placeholder
+from echelon.plan.fake_forward import is_placeholder
 from echelon.plan.shape_rules import has_rule
 
 Tensors = list[Tensor]

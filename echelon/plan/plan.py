@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from echelon.errors import UsageError
-from echelon.fast.chosen import Chosen
-from echelon.marks import Pipeline, Split
-from echelon.plan.record import Recording
+from echelon.base.config import build, strict
+from echelon.base.errors import UsageError
+from echelon.plan.stage_trace import Recording
 from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, Lean, LocalSgd, LrScaling, Shard
-from echelon.strict import build, strict
+from echelon.strategy.annotations.marks import Pipeline, Split
+from echelon.strategy.fastpath_choice import Chosen
 
 
 @strict
@@ -48,7 +48,7 @@ class Bucket:
 class Plan:
     """What every rank does. Two ranks with equal hashes run the same collectives in the same order.
 
-    mesh, order:    sizes of the axes (see plan/mesh.py), and the ranks from its first place to its last where they are
+    mesh, order:    sizes of the axes (see base/mesh.py), and the ranks from its first place to its last where they are
                     not simply counted up
     splits:         modules whose weights are cut over the split axis
     spread:         ranks along the split axis have batches of their own; otherwise they share one

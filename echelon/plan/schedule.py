@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, get_args
 
-from echelon.errors import UsageError, nearest
-from echelon.marks import ScheduleName
+from echelon.base.errors import UsageError, nearest
+from echelon.strategy.annotations.marks import ScheduleName
 
 Kind = Literal["F", "B", "I", "W"]
 

@@ -16,8 +16,8 @@ from typing import Literal
 
 from torch import nn
 
-from echelon.errors import UsageError, nearest
-from echelon.plan.called import is_called
+from echelon.base.errors import UsageError, nearest
+from echelon.plan.called_modules import is_called
 
 Segments = tuple[tuple[str, ...], ...]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from echelon.errors import EchelonError
+from echelon.base.errors import EchelonError
 from echelon.plan.schedule import Action, Kind
 
 Edge = tuple[int, int]  #: from the stage that makes a tensor to the stage that needs it

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from echelon.marks import ScheduleName
-from echelon.strict import require, strict
+from echelon.base.config import require, strict
+from echelon.strategy.annotations.marks import ScheduleName
 
 Approximation = Literal["dgc", "localsgd"]
 

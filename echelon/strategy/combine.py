@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.strategy.parts import SHORTHAND
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UsageError
-from echelon.strategy import files
+from echelon.base.errors import UsageError
+from echelon.strategy import strategy_files
 from echelon.strategy.parts import SHORTHAND
 from echelon.strategy.strategy import Strategy
 
@@ -20,12 +20,12 @@ def strategy_from(words: Sequence[str]) -> Strategy:
     for path in paths:
         if not Path(path).suffix:
             raise UsageError(f"'{path}' is neither a file (.yaml, .yml, .json) nor a setting such as {path}=true")
-    values = files.read(paths[0]) if paths else {}
+    values = strategy_files.read(paths[0]) if paths else {}
     for word in words:
         if word not in paths:
             name, _, text = word.partition("=")
-            put(values, name.split("."), files.parse_value(text, word))
-    return files.named(paths[0] if paths else None, lambda: Strategy.from_dict(values))
+            put(values, name.split("."), strategy_files.parse_value(text, word))
+    return strategy_files.named(paths[0] if paths else None, lambda: Strategy.from_dict(values))
 
 
 def put(values: dict[str, Any], path: list[str], value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 Remedy = str | Callable[[Any], str]
 

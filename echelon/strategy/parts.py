@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from echelon.strict import require, strict
+from echelon.base.config import require, strict
 
 #: The one setting that a word or a number stands for: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
 SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level", "ps": "mode"}

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from echelon.strategy import files, fleet, show
+from echelon.base.config import build, require, strict
+from echelon.strategy import fleet_names, strategy_files, strategy_table
 from echelon.strategy.combine import refuse_conflicts
 from echelon.strategy.other_names import refuse_other_names
 from echelon.strategy.parts import (
@@ -27,7 +28,6 @@ from echelon.strategy.parts import (
     Reduction,
     Shard,
 )
-from echelon.strict import build, require, strict
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +94,7 @@ class Strategy:
     def in_our_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
         """Translate Fleet's names; refuse those of other frameworks, each with ours."""
         refuse_other_names(given, label)
-        return fleet.translate(given, label, _SETTINGS)
+        return fleet_names.translate(given, label, _SETTINGS)
 
     def part(self, kind: type[T]) -> T | None:
         """The settings of one strategy, when it is on: ``strategy.part(Dgc)``."""
@@ -105,7 +105,7 @@ class Strategy:
         return None
 
     def __str__(self) -> str:
-        return show.table(self)
+        return strategy_table.table(self)
 
     def explain(
         self,
@@ -121,13 +121,13 @@ class Strategy:
         ranks:          the size of the job; ``ranks_per_host`` of them share a host (None: all do)
         sample:         an input, or a tuple of them, of the size one rank gets: then the activations are measured
         """
-        from echelon.strategy.explain import explain
+        from echelon.tools.explain.strategy_report import explain
 
         return explain(self, model, ranks=ranks, ranks_per_host=ranks_per_host, sample=sample)
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as values that JSON and YAML have."""
-        return files.to_plain(self)
+        return strategy_files.to_plain(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Strategy:
@@ -135,13 +135,13 @@ class Strategy:
 
     def save(self, path: str | Path) -> None:
         """Write what differs from the defaults to a .yaml, .yml or .json file."""
-        files.write(self.to_dict(), path)
+        strategy_files.write(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
         """From a .yaml, .yml or .json file, under the same checks as the constructor."""
-        values = files.read(path)
-        return files.named(path, lambda: cls.from_dict(values))
+        values = strategy_files.read(path)
+        return strategy_files.named(path, lambda: cls.from_dict(values))
 
 
 def _settings(name: str, kind: type[Any]) -> Any:

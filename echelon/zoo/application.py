@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import echelon
+from echelon.base.errors import UsageError
 from echelon.data import Loader
 from echelon.data.download import local
-from echelon.errors import UsageError
 from echelon.zoo.datasets.tokens.packing import packing
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.registry import all_datasets
@@ -21,10 +21,10 @@ from echelon.zoo.train.input import loader_options, train_part
 from echelon.zoo.train.optimizers import make_optimizer
 from echelon.zoo.train.resolve import Resolved, resolve
 from echelon.zoo.train.strategies import plans
-from echelon.zoo.train.words import STRATEGY_OPTIONS, Words
+from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, Words
 
 if TYPE_CHECKING:
-    from echelon.engine import Engine
+    from echelon.engine.engine import Engine
 
 #: The data set that a folder is read as, by what is learned, where no ``dataset_name`` is given.
 READ_AS = {

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from echelon.errors import EchelonError, UsageError, nearest
+from echelon.base.errors import EchelonError, UsageError, nearest
 from echelon.zoo.entry import Model, Request, Setting
 
 T = TypeVar("T")

@@ -16,11 +16,11 @@ import jinja2
 import torch
 from torch import nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import Model, Request
 from echelon.zoo.own.place import is_place
 from echelon.zoo.train.resolve import Resolved, resolve
-from echelon.zoo.train.words import Words
+from echelon.zoo.train.train_arguments import Words
 
 _HERE = Path(__file__).parent
 _BLOCKS = "echelon.zoo.models."  #: modules whose code is copied; what comes from others is imported

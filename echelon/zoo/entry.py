@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from echelon.marks import Mark
+from echelon.strategy.annotations.marks import Mark
 
 if TYPE_CHECKING:  # names are looked up before torch is imported
     from torch import Tensor, nn

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Collection, Mapping
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import Dataset, Model
 from echelon.zoo.names import DATASETS, MODELS
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.data import Loader
 from echelon.zoo.tasks import loss_of
 from echelon.zoo.train.resolve import Resolved, resolve
-from echelon.zoo.train.words import Words
+from echelon.zoo.train.train_arguments import Words
 
 
 @dataclass(frozen=True)

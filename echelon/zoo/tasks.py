@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.errors import UsageError, nearest
+from echelon.base.errors import UsageError, nearest
 from echelon.nn import Packed, mean_over_samples
 
 OWN = "own"  #: the task of a model that brings its own loss

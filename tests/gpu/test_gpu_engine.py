@@ -145,7 +145,7 @@ def devices(asked: list[Any]) -> list[str]:
     found = []
     for device in asked:
         found.append(str(echelon.init(device=device).device))
-        echelon.world.shutdown()
+        echelon.distributed.world.shutdown()
     return found
 
 

@@ -18,7 +18,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Checkpoint, Fast, Strategy
-from echelon.fast import compiled
+from echelon.fastpath import compile
 
 STEPS = 6
 
@@ -35,7 +35,7 @@ def switch_on(sixteen_bits: bool) -> None:
     os.environ.pop("ECHELON_FAST", None)
     torch.backends.cudnn.enabled = sixteen_bits
     if not ON_GPU:
-        compiled.backend = "aot_eager"  # quicker to start
+        compile.backend = "aot_eager"  # quicker to start
 
 
 def quick(kind: str, amp: Any = None) -> Trained:

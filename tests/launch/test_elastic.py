@@ -10,11 +10,11 @@ from command import echelon, finish, processes_with, start, until, write
 from harness import free_port
 from torch.distributed import HashStore
 
-from echelon.launcher import network
-from echelon.launcher.attendance import Attendance, Meeting
-from echelon.launcher.cards import Terms
+from echelon.base import network
 from echelon.launcher.failure import Failure
-from echelon.launcher.muster import Muster
+from echelon.launcher.rendezvous.handler import Muster
+from echelon.launcher.rendezvous.messages import Terms
+from echelon.launcher.rendezvous.participant import Attendance, Meeting
 
 HERE = socket.gethostname()
 

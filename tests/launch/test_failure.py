@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from echelon.errors import PeerLost
+from echelon.base.errors import PeerLost
+from echelon.distributed.rank_main import caused_by_peer
 from echelon.launcher.failure import Failure, first_cause
-from echelon.launcher.worker import caused_by_peer
 
 
 def failure(rank, *, exit_code=1, time=0.0, **more):

@@ -18,10 +18,10 @@ from command import finish, start, until, write
 from harness import free_port
 from torch.distributed import TCPStore
 
-from echelon.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
-from echelon.errors import PeerLost
-from echelon.launcher import gate, network, pipe, secret
-from echelon.launcher.gate import Gate, Tunnel, WrongSecret, serve_store, way_to_store
+from echelon.base import auth_proxy, job_secret, network, proxy_loop
+from echelon.base.auth_proxy import Gate, Tunnel, WrongSecret, serve_store, way_to_store
+from echelon.base.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
+from echelon.base.errors import PeerLost
 
 sys.path.append(str(Path(__file__).parents[1] / "ps"))
 import certificates
@@ -33,15 +33,15 @@ LIMIT = timedelta(seconds=20)
 @pytest.fixture
 def quick(monkeypatch):
     """Patience of half a second in place of ten."""
-    for module in (secret, pipe, gate):
+    for module in (job_secret, proxy_loop, auth_proxy):
         monkeypatch.setattr(module, "PATIENCE", 0.5)
 
 
 @pytest.fixture(autouse=True)
 def _no_tunnels_left():
     yield
-    for target in list(gate._tunnels):
-        gate._tunnels.pop(target).door.close()
+    for target in list(auth_proxy._tunnels):
+        auth_proxy._tunnels.pop(target).door.close()
 
 
 def served(token=TOKEN):
@@ -116,7 +116,7 @@ def test_sixty_four_ranks_share_a_store_through_the_gate():
     with ThreadPoolExecutor(64) as pool:
         assert all(isinstance(found, int) for found in pool.map(rank, range(64)))
     assert store.add("sum", 0) == sum(range(64))
-    assert len(gate._tunnels) == 1
+    assert len(auth_proxy._tunnels) == 1
 
 
 HOSTILE = {
@@ -126,8 +126,8 @@ HOSTILE = {
     "torch's own greeting": b"\x00\x9d\x0c\x5f\x3c\x0d\x00\x00\x00\x00",
     "TLS": bytes.fromhex("16030100c8010000c40303") + secrets.token_bytes(194),
     "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\nConnection: keep-alive\r\n\r\n",
-    "our greeting, then zeros": secret.GREETING + bytes(32) + bytes(32),
-    "our greeting, then noise": secret.GREETING + secrets.token_bytes(1 << 20),
+    "our greeting, then zeros": job_secret.GREETING + bytes(32) + bytes(32),
+    "our greeting, then noise": job_secret.GREETING + secrets.token_bytes(1 << 20),
 }
 
 
@@ -162,7 +162,7 @@ def test_no_byte_of_a_stranger_goes_through_while_others_work(guarded, request):
 
 def test_a_crowd_of_strangers_is_bounded_and_does_not_keep_ours_out(monkeypatch):
     """They have all the patience in the world, and the gate its usual ten seconds."""
-    monkeypatch.setattr(gate, "STRANGERS", 8)
+    monkeypatch.setattr(auth_proxy, "STRANGERS", 8)
     store, port = served()
     crowd = [call(port) for _ in range(50)]
     ours = reached(port)
@@ -187,7 +187,7 @@ def test_what_was_overheard_opens_nothing(guarded):
 
     with Tapped() as ours:
         ours.connect(("127.0.0.1", door.port))
-        secret.prove(ours, TOKEN)
+        job_secret.prove(ours, TOKEN)
         until(lambda: len(behind.let_in) == 1, "the caller who knows the secret")
     with call(door.port) as replay:
         replay.sendall(b"".join(heard))
@@ -201,19 +201,19 @@ def test_what_was_overheard_opens_nothing(guarded):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("side", [secret.admit, secret.prove])
+@pytest.mark.parametrize("side", [job_secret.admit, job_secret.prove])
 def test_a_byte_now_and_then_does_not_keep_anybody_waiting(side):
     ours, theirs = socket.socketpair()
 
     def drip():
         with contextlib.suppress(OSError), theirs:
-            for byte in secret.GREETING + bytes(60):
+            for byte in job_secret.GREETING + bytes(60):
                 time.sleep(0.05)
                 theirs.sendall(bytes([byte]))
 
     dripping = threading.Thread(target=drip)
     dripping.start()
-    with ours, pytest.raises(secret.Stranger, match="timed out"):
+    with ours, pytest.raises(job_secret.Stranger, match="timed out"):
         side(ours, TOKEN)
     dripping.join()
 
@@ -300,11 +300,11 @@ def test_the_gate_goes_with_its_store_and_old_tunnels_with_the_next():
     assert ours.add("here", 1) == 1
     del store, ours
     until(lambda: not network.answers("127.0.0.1", port, 1.0), "the end of the gate")
-    old = gate._tunnels["127.0.0.1", port].door
+    old = auth_proxy._tunnels["127.0.0.1", port].door
     until(lambda: old.idle, "the end of the connections")
     _store, second = served()
     assert reached(second).add("here", 1) == 1
-    assert list(gate._tunnels) == [("127.0.0.1", second)]
+    assert list(auth_proxy._tunnels) == [("127.0.0.1", second)]
     until(lambda: not network.answers("127.0.0.1", old.port, 1.0), "the end of the old tunnel")
 
 
@@ -313,7 +313,7 @@ def test_the_serving_host_needs_no_tunnel():
     ours = reached(port)
     store.set("said", "here")
     assert ours.get("said") == b"here"
-    assert gate._tunnels == {}
+    assert auth_proxy._tunnels == {}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
@@ -346,8 +346,8 @@ class TestWithCertificates:
         ours = reached(port)
         ours.set("large", bytes(1 << 20))
         assert store.get("large") == bytes(1 << 20)
-        with call(port) as plain, pytest.raises(secret.Stranger):
-            secret.prove(plain, TOKEN)
+        with call(port) as plain, pytest.raises(job_secret.Stranger):
+            job_secret.prove(plain, TOKEN)
         # what goes between tunnel and gate, overheard by a relay
         behind, door, _ = guarded()
         heard, relay = [], network.listen("127.0.0.1", 0)
@@ -370,7 +370,7 @@ class TestWithCertificates:
         relay.close()
         assert len(b"".join(heard)) > 500
         assert b"plain words" not in b"".join(heard)
-        assert secret.GREETING not in b"".join(heard)
+        assert job_secret.GREETING not in b"".join(heard)
 
     def test_a_certificate_of_somebody_else_is_not_trusted(self):
         _, port = served()

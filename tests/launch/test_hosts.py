@@ -8,13 +8,13 @@ import pytest
 from command import Ended, echelon, finish, start, until, write
 from harness import free_port
 
-from echelon.errors import PeerLost, UsageError
-from echelon.launcher.cards import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
-from echelon.launcher.gate import serve_store
+from echelon.base.auth_proxy import serve_store
+from echelon.base.errors import PeerLost, UsageError
+from echelon.base.network import answers
 from echelon.launcher.job import check
-from echelon.launcher.meeting import Places
-from echelon.launcher.muster import STORE_TIMEOUT
-from echelon.launcher.network import answers
+from echelon.launcher.rendezvous.handler import STORE_TIMEOUT
+from echelon.launcher.rendezvous.messages import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
+from echelon.launcher.rendezvous.open import Places
 
 
 def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):

@@ -22,7 +22,7 @@ from zoo import QUIET
 
 import echelon as framework
 from echelon import Strategy, cluster, pipeline, split, stage
-from echelon.errors import EchelonError
+from echelon.base.errors import EchelonError
 
 TRAIN = """
 import os, signal, sys

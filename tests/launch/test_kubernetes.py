@@ -13,7 +13,7 @@ from command import here, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.launcher.schedulers.kubernetes import Submission, documents, manifest
 
 #: Fields of the Job that we use became stable in the first; the second is the newest that the schemas know.

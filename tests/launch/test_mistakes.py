@@ -7,8 +7,8 @@ import pytest
 import torch
 from command import echelon, finish, here, start_fresh, write
 
-from echelon.environment import PADDLE_HOSTS
-from echelon.errors import UsageError
+from echelon.base.environment import PADDLE_HOSTS
+from echelon.base.errors import UsageError
 from echelon.launcher import job as jobs
 
 FINE = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from command import echelon, write
 
-from echelon import record
+from echelon.observability import runlog
 
 TRAIN = """
 import os
@@ -25,7 +25,7 @@ def test_a_restart_is_written_down_the_later_attempt_counts_and_the_failure_is_t
     write(tmp_path / "train.py", TRAIN)
     end = echelon("run", "--procs", 1, "--max-restarts", 1, "--log-dir", "out", "train.py", cwd=tmp_path)
     assert end.code == 4, end.err
-    seen = record.read(tmp_path / "out")
+    seen = runlog.read(tmp_path / "out")
     assert seen.facts is not None
     assert seen.facts.attempt == 1
     assert seen.facts.world.launcher == "echelon run"

@@ -29,19 +29,19 @@ from harness import free_port
 from members import members
 
 from echelon.checkpoint import Stored, find
-from echelon.launcher.stall import process_state
-from echelon.launcher.standstill import Standstill
+from echelon.launcher.stall_plugin import process_state
+from echelon.launcher.stopped_processes import Standstill
 
 #: A worker that knows its servers, and does nothing but talk to them.
 TALK = """
 import json, os, signal, sys, time
 import echelon
-from echelon.ps.frame import Frame
-from echelon.ps.link import Link
-from echelon.ps.role import find_role
-from echelon.ps.security import Security
-from echelon.ps.rules import Sgd
-from echelon.ps.spec import JobSpec, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.channel import Link
+from echelon.distributed.ps_role import find_role
+from echelon.base.security import Security
+from echelon.strategy.table_rules import Sgd
+from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
 
 role = find_role()
 me = role.index
@@ -72,7 +72,7 @@ def join():
 known = join()
 """
 #: The same by ``init``, which takes torch and 1.5 s of a core.
-INIT = TALK.replace("find_role()", "echelon.init() and echelon.world.current().role")
+INIT = TALK.replace("find_role()", "echelon.init() and echelon.distributed.world.current().role")
 
 
 def processes(directory: Path) -> dict[str, int]:
@@ -208,7 +208,7 @@ def test_workers_that_are_bound_come_back_together_at_another_place(tmp_path: Pa
         tmp_path / "bound.py",
         INIT + "import torch, torch.distributed as dist\n"
         "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
-        "echelon.world.bind()\n"
+        "echelon.distributed.world.bind()\n"
         "mine = torch.tensor([10.0 ** me]); dist.all_reduce(mine)\n"
         "if first and me == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "if first: dist.all_reduce(mine)\n"
@@ -370,7 +370,7 @@ def test_first_cause_that_ends_after_its_echo_is_blamed(tmp_path: Path) -> None:
     """Worker 0 has lost contact with worker 1, whose own end takes longer: worker 1 is the one to name."""
     write(
         tmp_path / "late.py",
-        "import os, time\nfrom echelon.errors import PeerLost\n"
+        "import os, time\nfrom echelon.base.errors import PeerLost\n"
         "if os.environ['RANK'] == '0': raise PeerLost('worker 1 does not answer')\n"
         "time.sleep(4.5)\nraise ValueError('labels out of range')\n",
     )

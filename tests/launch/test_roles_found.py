@@ -12,11 +12,11 @@ import pytest
 from harness import run
 
 import echelon
-from echelon import world as worlds
-from echelon.environment import LOOPBACK, worker_place
-from echelon.errors import UsageError
-from echelon.launcher.roles import Roles, check_roles
-from echelon.ps.role import ALONE, Role, find_role
+from echelon.base.environment import LOOPBACK, worker_place
+from echelon.base.errors import UsageError
+from echelon.distributed import world as worlds
+from echelon.distributed.ps_role import ALONE, Role, find_role
+from echelon.launcher.ps_roles import Roles, check_roles
 
 LIST = "10.0.0.1:6174,10.0.0.2:6174"
 SERVERS = ("10.0.0.1:6174", "10.0.0.2:6174")
@@ -166,7 +166,7 @@ def test_a_worker_does_not_join_the_others_until_it_is_bound(tmp_path: Path) -> 
 
 
 def test_binding_needs_a_place_to_meet() -> None:
-    script = "import echelon; echelon.init(pservers='h:1', trainers=2, trainer_id=0); echelon.world.bind()"
+    script = "import echelon; echelon.init(pservers='h:1', trainers=2, trainer_id=0); echelon.distributed.world.bind()"
     end = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert end.returncode == 1
     (line,) = end.stderr.splitlines()

@@ -10,14 +10,14 @@ import pytest
 from command import finish, start
 from harness import free_port
 
-from echelon.errors import EchelonError
-from echelon.ps.frame import Frame
-from echelon.ps.hashing import bucket_of, owner_of
-from echelon.ps.keeper import Keeper
-from echelon.ps.link import Link
-from echelon.ps.rules import Sgd
-from echelon.ps.shard import Shard
-from echelon.ps.spec import BUCKETS, Initializer, JobSpec, TableSpec
+from echelon.base.errors import EchelonError
+from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.protocol.channel import Link
+from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
+from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, JobSpec, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
+from echelon.strategy.table_rules import Sgd
 
 IDS = np.arange(-50, 50, dtype=np.int64)
 GRADIENTS = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)

@@ -137,12 +137,12 @@ def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_p
 
 
 def test_traceback_is_shown_if_asked_for_and_the_error_still_counts_as_explained(tmp_path):
-    write(tmp_path / "fail.py", "from echelon.environment import whole_number\nwhole_number({}, 'X')\n")
+    write(tmp_path / "fail.py", "from echelon.base.environment import whole_number\nwhole_number({}, 'X')\n")
     end = echelon("run", "--traceback", "--max-restarts", 1, "fail.py", cwd=tmp_path)
     first, *trace = end.err.splitlines()
     assert first.endswith("(fail.py:2)")
     assert trace[:2] == ["Traceback (most recent call last):", '  File "fail.py", line 2, in <module>']
-    assert "echelon/environment.py" in end.err
+    assert "echelon/base/environment.py" in end.err
     assert "restart" not in end.err  # it would come again
     assert end.code == 1
 

@@ -16,10 +16,10 @@ from harness import errors
 from harness import script as run_script
 from torch import nn
 
-from echelon.environment import PLAN
+from echelon.base.environment import PLAN
+from echelon.planner.apply.saved_plan import Predicted, SavedPlan, shapes_of
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.run.saved import Predicted, SavedPlan, shapes_of
 
 SCRIPT = """
 import sys, torch, echelon

@@ -21,8 +21,8 @@ from command import finish, here, start, until, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.environment import expand_hosts, port_for
-from echelon.errors import UsageError
+from echelon.base.environment import expand_hosts, port_for
+from echelon.base.errors import UsageError
 from echelon.launcher.schedulers.slurm import Submission, found_in_step, needs_srun, script
 
 SBATCH = """

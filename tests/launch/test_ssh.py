@@ -10,7 +10,7 @@ import pytest
 from command import finish, here, start, until, write
 from sshd import Hosts
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.launcher.schedulers.host_list import HostEntry, chosen_hosts
 from echelon.launcher.schedulers.ssh import carried
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from command import echelon, here, write
 
-from echelon.errors import UsageError
-from echelon.verify.command import Asked, check_answer
-from echelon.verify.question import Question
+from echelon.base.errors import UsageError
+from echelon.cli.commands.verify import Asked, check_answer
+from echelon.tools.verify.messages import Question
 
 SCRIPT = """
 import sys

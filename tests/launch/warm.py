@@ -60,9 +60,9 @@ def _fork_or_exec(popen: Any, *given: Any) -> None:
 
 
 def _is_rank(args: Any) -> bool:
-    from echelon.launcher import worker
+    from echelon.distributed import rank_main
 
-    if isinstance(args, str) or list(args[:2]) != [sys.executable, worker.__file__]:
+    if isinstance(args, str) or list(args[:2]) != [sys.executable, rank_main.__file__]:
         return False
     first, end = _place_of_arguments()
     return len(_joined(args)) <= end - first

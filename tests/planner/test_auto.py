@@ -20,14 +20,14 @@ from zoo import QUIET
 
 import echelon
 from echelon import Auto, Checkpoint, Log, Strategy, split
-from echelon.environment import ALONE
-from echelon.errors import UsageError
+from echelon.base.environment import ALONE
+from echelon.base.errors import UsageError
+from echelon.distributed.world import World
+from echelon.planner.apply import trial
+from echelon.planner.apply.auto import find_plans
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.run import trial
-from echelon.planner.run.auto import find_plans
-from echelon.planner.run.saved import SavedPlan
-from echelon.world import World
 
 TOTAL = 12  # samples of a step
 

@@ -19,16 +19,16 @@ from harness import context
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.errors import UsageError
-from echelon.planner.machines.bench import crew
-from echelon.planner.machines.bench.crew import run_ranks
-from echelon.planner.machines.bench.figures import alpha_beta, rising
-from echelon.planner.machines.bench.file import default_path
-from echelon.planner.machines.bench.overlap import hidden_part
-from echelon.planner.machines.bench_command import bench
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.machines.devices import CATALOGUE
-from echelon.planner.machines.find import cores, processor
+from echelon.base.errors import UsageError
+from echelon.cli.commands.bench import bench
+from echelon.planner.cluster.bench_file import default_path
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cluster.detect import cores, processor
+from echelon.planner.cluster.devices import CATALOGUE
+from echelon.tools.bench import ranks as crew
+from echelon.tools.bench.figures import alpha_beta, rising
+from echelon.tools.bench.overlap import hidden_part
+from echelon.tools.bench.ranks import run_ranks
 
 HERE = f"{min(2, cores())}xhere"  #: as two processes measure it
 

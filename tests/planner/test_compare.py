@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from echelon.planner.apply.saved_plan import Predicted, SavedPlan
 from echelon.planner.draft import Draft
-from echelon.planner.run.saved import Predicted, SavedPlan
 from tests.planner.test_plan_command import echelon
 
 PIPELINE = Draft(batch=64, replicate=2, stage=2, cuts=(3,), micro_batches=8, schedule="1f1b")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.errors import UsageError
-from echelon.planner.machines.cluster import Cluster, Link, read_curve
-from echelon.planner.machines.devices import CATALOGUE, RESERVE, find_kind
-from echelon.planner.machines.find import cores, memory_bytes
-from echelon.planner.machines.quantities import quantity, show
+from echelon.base.errors import UsageError
+from echelon.base.quantities import quantity, show
+from echelon.planner.cluster.cluster import Cluster, Link, read_curve
+from echelon.planner.cluster.detect import cores, memory_bytes
+from echelon.planner.cluster.devices import CATALOGUE, RESERVE, find_kind
 
 
 @pytest.fixture(autouse=True)

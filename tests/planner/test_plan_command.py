@@ -16,19 +16,20 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import amounts, cli
+from echelon import cli
+from echelon.base import formatting
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.draft import Draft
-from echelon.planner.explain import show, why
-from echelon.planner.explain.report import Report
-from echelon.planner.explain.source import described_batch, mean_of_outputs
-from echelon.planner.machines.cluster import Cluster
-from echelon.planner.model.builders import gpt
-from echelon.planner.model.profile import Profile
 from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.run.saved import SavedPlan
+from echelon.planner.profile.builders import gpt
+from echelon.planner.profile.profile import Profile
 from echelon.planner.search.answer import Answer, Choice
 from echelon.planner.search.search import search
+from echelon.tools.plan_report import plan_tables, sensitivity
+from echelon.tools.plan_report.model_source import described_batch, mean_of_outputs
+from echelon.tools.plan_report.report import Report
 
 SMALL = "gpt:layers=4,hidden=64,heads=4,sequence=32,vocabulary=500"
 MACHINES, BATCH = "2x2xV100", 32
@@ -95,12 +96,12 @@ def test_sensitivities_are_searches_on_another_cluster(planned: tuple[dict[str, 
 
 def test_the_page_and_the_tables_say_the_same(planned: tuple[dict[str, Any], Path]) -> None:
     report, page = Report.from_dict(planned[0]), (planned[1] / "page.html").read_text()
-    text = show.plain(report)
-    for told in (str(report.choice.draft), amounts.duration(report.choice.seconds)):
+    text = plan_tables.plain(report)
+    for told in (str(report.choice.draft), formatting.duration(report.choice.seconds)):
         assert told in text
         assert told in page
     for remark in report.neighbours:
-        assert f"{remark.what}: {show.in_words(remark)}" in text
+        assert f"{remark.what}: {plan_tables.in_words(remark)}" in text
     assert re.search(r"\n  V100 +default +float32 15.7 TFLOP/s, float16 125 TFLOP/s, memory 15.9 GB", text)
 
 
@@ -239,21 +240,21 @@ def test_inputs_are_described_by_type_shape_and_range() -> None:
 
 
 def test_amounts_in_words() -> None:
-    assert [amounts.duration(s) for s in (1.234, 0.9996, 0.0123, 4.56e-5, 0.0)] == [
+    assert [formatting.duration(s) for s in (1.234, 0.9996, 0.0123, 4.56e-5, 0.0)] == [
         "1.23 s",
         "1 s",
         "12.3 ms",
         "45.6 us",
         "0 s",
     ]
-    assert [amounts.percent(p, signed=True) for p in (-0.09, 0.14, 0.0001, -1e-9)] == ["-9.0%", "+14%", "0%", "0%"]
-    assert [amounts.size(s) for s in (80e9, 1.5e6, 12)] == ["80 GB", "1.5 MB", "12 bytes"]
-    assert [amounts.count(n) for n in (1.746e11, 512)] == ["175 billion", "512"]
+    assert [formatting.percent(p, signed=True) for p in (-0.09, 0.14, 0.0001, -1e-9)] == ["-9.0%", "+14%", "0%", "0%"]
+    assert [formatting.size(s) for s in (80e9, 1.5e6, 12)] == ["80 GB", "1.5 MB", "12 bytes"]
+    assert [formatting.count(n) for n in (1.746e11, 512)] == ["175 billion", "512"]
 
 
 def test_clusters_grow_and_shrink_by_hosts_or_by_devices() -> None:
     def sizes(text: str) -> list[int | None]:
-        found = [why.resized(Cluster.parse(text), times) for times in (0.25, 0.5, 1.0, 2.0, 4.0)]
+        found = [sensitivity.resized(Cluster.parse(text), times) for times in (0.25, 0.5, 1.0, 2.0, 4.0)]
         return [each.size if each else None for each in found]
 
     assert sizes("4x8xH100") == [8, 16, 32, 64, 128]
@@ -270,20 +271,20 @@ def test_when_searches_take_too_long_the_plan_there_is_answers() -> None:
 
     choice, cluster = answered(2.0).best[0], Cluster.parse("2x2xV100")
     for costs, against in ((0.0, -0.5), (100.0, -0.25)):
-        ask = why.Asking(lambda *_: answered(1.0), lambda *_: answered(1.5), costs)
-        remarks = why.sensitivities(choice, cluster, ask)
+        ask = sensitivity.Asking(lambda *_: answered(1.0), lambda *_: answered(1.5), costs)
+        remarks = sensitivity.sensitivities(choice, cluster, ask)
         assert [remark.against for remark in remarks] == pytest.approx([against] * len(remarks))
-        assert [size.seconds for size in why.sizes(choice, cluster, ask)].count(2.0) == 1
+        assert [size.seconds for size in sensitivity.sizes(choice, cluster, ask)].count(2.0) == 1
 
 
 def test_a_plan_is_spread_over_more_replicas_with_the_same_micro_batches() -> None:
     draft = Draft(batch=64, replicate=2, stage=2, cuts=(3,), micro_batches=8, schedule="1f1b", shard=1)
-    twice = why.spread(draft, 8, 64)
+    twice = sensitivity.spread(draft, 8, 64)
     assert twice is not None
     assert (twice.replicate, twice.stage, twice.micro_batches, twice.micro_batch) == (4, 2, 4, 4.0)
-    half = why.spread(draft, 2, 64)
+    half = sensitivity.spread(draft, 2, 64)
     assert half is not None
     assert (half.replicate, half.micro_batches, half.shard) == (1, 16, 0)
-    assert why.spread(draft, 4, 64) == draft
-    assert why.spread(draft, 1, 64) is None
-    assert why.spread(draft, 8, 30) is None
+    assert sensitivity.spread(draft, 4, 64) == draft
+    assert sensitivity.spread(draft, 1, 64) is None
+    assert sensitivity.spread(draft, 8, 30) is None

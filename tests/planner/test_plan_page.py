@@ -13,14 +13,14 @@ import pytest
 from browser import BROWSER, WORDS
 from harness import LIMIT
 
-from echelon.pages.passage import MOST_EVENTS
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 from echelon.planner.draft import Draft
-from echelon.planner.explain import page, show
-from echelon.planner.explain.report import Figure, Machines, Remark, Report, Size, Stage
 from echelon.planner.prediction import Memory, Prediction
 from echelon.planner.search.answer import Choice
+from echelon.tools.html.time_scale import MOST_EVENTS
+from echelon.tools.plan_report import plan_page, plan_tables
+from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Size, Stage
 
 SECONDS = {"F": 0.010, "B": 0.021, "I": 0.010, "W": 0.011}
 XHTML = "{http://www.w3.org/1999/xhtml}"
@@ -79,7 +79,7 @@ def report_of(choice: Choice, model: str = "gpt <96 & more>") -> Report:
 
 def parsed(report: Report) -> ElementTree.Element:
     """The page as a tree; that it can be read as XML says that every tag is closed and every figure escaped."""
-    return ElementTree.fromstring(page.render(report))
+    return ElementTree.fromstring(plan_page.render(report))
 
 
 def section(root: ElementTree.Element, name: str) -> ElementTree.Element:
@@ -159,13 +159,13 @@ def test_memory_bars_are_to_the_scale_of_their_limit() -> None:
     assert len(pictures) == len(choice.prediction.memory)
     for picture, memory in zip(pictures, choice.prediction.memory, strict=True):
         limit = number(next(picture.iter(f"{XHTML}line")).get("x1"))
-        for name in show.HELD:
+        for name in plan_tables.HELD:
             bar = rectangles(picture, f"k-{name}")[0]
             assert number(bar.get("width")) / limit == pytest.approx(getattr(memory, name) / memory.limit, abs=1e-4)
 
 
 def test_a_page_needs_nothing_else() -> None:
-    text = page.render(report_of(choice_of()))
+    text = plan_page.render(report_of(choice_of()))
     assert "<script" not in text
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/1999/xhtml"]
     assert not re.search(r"\b(src|href)=|url\(|@import", text)
@@ -183,7 +183,7 @@ def test_every_picture_has_a_name_and_its_figures_are_in_a_table() -> None:
 
 def test_scaling_that_is_perfect_lies_on_the_dashed_line() -> None:
     sizes = [Size(devices, 8.0 / devices, "") for devices in (2, 4, 8, 16)]
-    points = page.line(sizes, 8)
+    points = plan_page.line(sizes, 8)
     assert [point.y for point in points] == pytest.approx([point.ideal for point in points])
     assert [point.x for point in points] == pytest.approx([8, 36, 64, 92])
     assert [point.chosen for point in points] == [False, False, True, False]
@@ -230,7 +230,7 @@ def test_in_a_browser_nothing_is_wider_than_the_window(tmp_path: Path, width: in
       document.title = `measured ${document.documentElement.scrollWidth - innerWidth} ${outside.length} ${flat.length}`;
     });</script>"""
     path = tmp_path / "page.html"
-    path.write_text(page.render(report_of(choice_of(8, 64))).replace("</body>", f"{measure}</body>"))
+    path.write_text(plan_page.render(report_of(choice_of(8, 64))).replace("</body>", f"{measure}</body>"))
     assert BROWSER is not None
     command = [BROWSER, *WORDS, f"--user-data-dir={tmp_path}/profile", f"--window-size={width},1000"]
     command += ["--virtual-time-budget=3000", "--dump-dom", path.as_uri()]

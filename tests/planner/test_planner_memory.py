@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from harness import run
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.planner.anatomy import Pass, Sheet, Unit
 from echelon.planner.cost.in_flight import moments
-from echelon.planner.cost.memory import fullest
+from echelon.planner.cost.rank_memory import fullest
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.draft import Draft
-from echelon.planner.model.profile import Profile, profile
+from echelon.planner.model_costs import Pass, Sheet, Unit
 from echelon.planner.prediction import Memory
+from echelon.planner.profile.profile import Profile, profile
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

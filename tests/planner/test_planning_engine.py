@@ -15,19 +15,19 @@ import torch
 from harness import run
 from torch import Tensor, nn
 
-from echelon.engine import Engine
-from echelon.environment import PLAN_ONLY
-from echelon.errors import UsageError
-from echelon.footprint import asked as memory
-from echelon.footprint.footprint_engine import FootprintEngine
+from echelon.base.environment import PLAN_ONLY
+from echelon.base.errors import UsageError
+from echelon.engine.engine import Engine
 from echelon.planner.cost.system import ECHELON
-from echelon.planner.explain import asked as plans
-from echelon.planner.explain.make_report import make_report
-from echelon.planner.explain.planning_engine import PlanningEngine
-from echelon.planner.explain.script import ask
-from echelon.planner.explain.source import Source
-from echelon.planner.model.optimizer_state import bytes_an_entry
-from echelon.planner.model.profile import profile
+from echelon.planner.profile.optimizer_state import bytes_an_entry
+from echelon.planner.profile.profile import profile
+from echelon.tools.memory_profile import memory_options as memory
+from echelon.tools.memory_profile.footprint_engine import FootprintEngine
+from echelon.tools.plan_report import plan_options as plans
+from echelon.tools.plan_report.make_report import make_report
+from echelon.tools.plan_report.model_source import Source
+from echelon.tools.plan_report.plan_script import ask
+from echelon.tools.plan_report.planning_engine import PlanningEngine
 
 PUBLIC = [name for name in dir(Engine) if not name.startswith("_")]
 METHODS = [name for name in PUBLIC if callable(getattr(Engine, name))]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from echelon.errors import UsageError
-from echelon.planner.anatomy import Kernel, Message, Pass, Sheet, Unit
+from echelon.base.errors import UsageError
+from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.predict import Costs, predict
 from echelon.planner.cost.system import System
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster, Device, Host, Link
+from echelon.planner.model_costs import Kernel, Message, Pass, Sheet, Unit
 from echelon.planner.prediction import PARTS, Prediction
 
 FLAT = ((1.0, 1.0), (1e18, 1.0))

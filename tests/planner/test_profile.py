@@ -14,12 +14,12 @@ from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
 import echelon
-from echelon.parallel.split import SplitAxis, apply_split
-from echelon.plan.memory import SavedBytes
-from echelon.planner.anatomy import Pass, Unit
-from echelon.planner.model.builders import bert, gpt, llama
-from echelon.planner.model.profile import Profile, profile
-from echelon.planner.model.transformers import bert_model, token_loss
+from echelon.parallel.tensor import SplitAxis, apply_split
+from echelon.plan.saved_bytes import SavedBytes
+from echelon.planner.model_costs import Pass, Unit
+from echelon.planner.profile.builders import bert, gpt, llama
+from echelon.planner.profile.profile import Profile, profile
+from echelon.planner.profile.transformers import bert_model, token_loss
 from tests.counting import Collectives
 from tests.harness import run
 
@@ -293,7 +293,7 @@ def test_a_model_that_cannot_run_on_shapes_says_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no")
 
-    with pytest.raises(echelon.errors.UsageError, match="'Odd' cannot be profiled: ValueError: no"):
+    with pytest.raises(echelon.base.errors.UsageError, match="'Odd' cannot be profiled: ValueError: no"):
         profile(Odd(), (torch.randn(2, 2),))
 
 

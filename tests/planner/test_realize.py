@@ -16,12 +16,12 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy, split
-from echelon.errors import UsageError
-from echelon.objective import Objective
-from echelon.plan.record import record
+from echelon.base.errors import UsageError
+from echelon.parallel.objective import Objective
+from echelon.plan.stage_trace import record
+from echelon.planner.apply.realize import draft_of, realize
+from echelon.planner.apply.saved_plan import Predicted, SavedPlan, shapes_of
 from echelon.planner.draft import Draft
-from echelon.planner.run.realize import draft_of, realize
-from echelon.planner.run.saved import Predicted, SavedPlan, shapes_of
 
 BATCH, STEPS = 12, 3
 UNITS = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
-from echelon.footprint import Job, find_footprint
-from echelon.planner.model.profile import Profile, profile
+from echelon.base.errors import UsageError
+from echelon.planner.profile.profile import Profile, profile
+from echelon.tools.memory_profile import Job, find_footprint
 
 TABLES, EACH, WIDTH = 3, 4, 8
 

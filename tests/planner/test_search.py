@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.errors import UsageError
-from echelon.planner.anatomy import Kernel, Message, Pass, Sheet, Unit
+from echelon.base.errors import UsageError
+from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.predict import Costs
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster, Device, Host, Link
-from echelon.planner.search.cuts import Room, cut, slowest, sums
+from echelon.planner.model_costs import Kernel, Message, Pass, Sheet, Unit
 from echelon.planner.search.meshes import find_micro_batches
+from echelon.planner.search.partition import Room, cut, slowest, sums
 from echelon.planner.search.search import TIE, search
 from echelon.planner.search.shares import share_out
 

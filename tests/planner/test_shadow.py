@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.footprint import Job, find_footprint
-from echelon.marks import Split
-from echelon.planner.model.profile import profile
-from echelon.planner.model.shadow import Shadow
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.profile import profile
+from echelon.strategy.annotations.marks import Split
+from echelon.tools.memory_profile import Job, find_footprint
 
 SAMPLES, WIDTH = 4, 8
 

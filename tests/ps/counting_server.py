@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from harness import context, free_port
 
-from echelon.ps.frame import Frame
-from echelon.ps.security import OPEN, Security
-from echelon.ps.server import Server
+from echelon.base.security import OPEN, Security
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.port import Server
 
 DIM = 16
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from echelon.ps.frame import Frame
-from echelon.ps.hashing import bucket_of, owned_by
-from echelon.ps.keeper import Keeper
-from echelon.ps.rules import Adagrad, Adam
-from echelon.ps.shard import Shard
-from echelon.ps.spec import BUCKETS, Block, DenseRule, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.protocol.hashing import bucket_of, owned_by
+from echelon.parameter_server.protocol.job_spec import BUCKETS, Block, DenseRule, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
+from echelon.strategy.table_rules import Adagrad, Adam
 
 IDS, BATCH = 6400, 640  # ids in use, and in a push
 #: One of so many servers: 64 buckets, which keeps tests short.

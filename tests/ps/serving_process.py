@@ -1,4 +1,4 @@
-"""A whole parameter server in a process of its own, as 'python -m echelon.ps.serve' runs it."""
+"""A whole parameter server in a process of its own, as 'python -m echelon.parameter_server.server.process' runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import context
 
 
 def _main(argv: list[str], env: dict[str, str], log: Path) -> None:
-    from echelon.ps.serve import main
+    from echelon.parameter_server.server.process import main
 
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import EchelonError
-from echelon.ps.frame import Frame, pack, unpack
-from echelon.ps.hashing import bucket_of, owner_of
-from echelon.ps.placement import Piece, place
-from echelon.ps.rules import Rule, Sgd
-from echelon.ps.shard import Shard
-from echelon.ps.spec import BUCKETS, DenseRule, JobSpec, TableSpec
+from echelon.base.errors import EchelonError
+from echelon.parameter_server.protocol.dense_placement import Piece, place
+from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
+from echelon.parameter_server.protocol.job_spec import BUCKETS, DenseRule, JobSpec, TableSpec
+from echelon.parameter_server.protocol.message import Frame, pack, unpack
+from echelon.parameter_server.server.shard import Shard
+from echelon.strategy.table_rules import Rule, Sgd
 
 #: Any int64 will do as an id.
 VOCABULARY = np.array([0, -1, 7, 2**63 - 1, -(2**63), 12345678901234, *range(100, 130)], np.int64)

@@ -18,9 +18,9 @@ from serving_process import ServerProcess
 from test_net_serve import argv
 
 import echelon
-from echelon.errors import EchelonError
-from echelon.ps.journal import Segment
-from echelon.ps.store import Store
+from echelon.base.errors import EchelonError
+from echelon.parameter_server.persistence.journal import Segment
+from echelon.parameter_server.server.store import Store
 
 STEPS = 6
 
@@ -35,7 +35,7 @@ class FailingServer(ServerProcess):
 
 
 def _failing(command: list[str], log: Path, method: str | None, kind: type[BaseException]) -> None:
-    from echelon.ps.serve import main
+    from echelon.parameter_server.server.process import main
 
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
@@ -147,7 +147,7 @@ def test_state_that_differs_from_its_journal_is_marked(tmp_path, monkeypatch, mo
 
 def test_segment_that_cannot_be_cut_takes_no_more_records(tmp_path, monkeypatch):
     """A full disk in the middle of a record, and no way to cut it off."""
-    from echelon.ps import journal
+    from echelon.parameter_server.persistence import journal
 
     segment = Segment(tmp_path, 1)
     segment.append([b"whole"])

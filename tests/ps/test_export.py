@@ -7,9 +7,9 @@ from kept_shard import ask, make_job, opened, push
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from echelon.errors import CheckpointError, UsageError
-from echelon.ps.export import Exported, export_checkpoint, write_table
-from echelon.ps.table import Rows
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.parameter_server.persistence.table_export import Exported, export_checkpoint, write_table
+from echelon.parameter_server.table import Rows
 
 
 def weights_of(shard, table="a"):
@@ -87,7 +87,7 @@ def test_a_delta_that_cannot_be_told_apart_is_refused(tmp_path, one):
 
 
 def _frame(path, **more):
-    from echelon.ps.frame import Frame
+    from echelon.parameter_server.protocol.message import Frame
 
     return Frame({"op": "export", "worker": 0, "path": str(path), "table": "a", "format": "parquet", **more})
 

@@ -19,13 +19,13 @@ from raw_grpc import ACTION, DATA, EXCHANGE, PREFACE, Caller, arrow_parts, fligh
 from serving_process import ServerProcess
 from test_net_serve import DIM, IDS, argv, job_of, open_job, pull, push
 
-from echelon.errors import EchelonError
-from echelon.ps.connection import Connection
-from echelon.ps.frame import MAX_ARRAYS, Frame
-from echelon.ps.link import Link
-from echelon.ps.security import Security
-from echelon.ps.server import Server
-from echelon.ps.wire import SCHEMA, to_batch
+from echelon.base.errors import EchelonError
+from echelon.base.security import Security
+from echelon.parameter_server.protocol.arrow_wire import SCHEMA, to_batch
+from echelon.parameter_server.protocol.channel import Link
+from echelon.parameter_server.protocol.connection import Connection
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, Frame
+from echelon.parameter_server.server.port import Server
 
 TOKEN = "the right one"
 SAFE = Security(token=TOKEN)

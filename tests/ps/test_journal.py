@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.errors import CheckpointError
-from echelon.ps.frame import Frame
-from echelon.ps.journal import Segment, replay, segment_path
-from echelon.ps.record import encode, sums
+from echelon.base.errors import CheckpointError
+from echelon.parameter_server.persistence.file_record import encode, sums
+from echelon.parameter_server.persistence.journal import Segment, replay, segment_path
+from echelon.parameter_server.protocol.message import Frame
 
 
 def frames(count):

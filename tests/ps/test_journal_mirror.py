@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from kept_shard import Keeping, ask, make_job, opened, push, received, state_of, trained
 
-from echelon.errors import PeerLost
-from echelon.ps.frame import Frame
-from echelon.ps.shard import Shard
+from echelon.base.errors import PeerLost
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
 
 JOB = make_job(mode="sync", trainers=2, keeping=Keeping(replica=True, snapshot_every=3600.0))
 
@@ -96,7 +96,9 @@ def test_a_neighbour_that_lost_its_copy_gets_it_again(tmp_path, line, capfd):
 
 
 def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.ps.keeper.CATCH_UP", 3600.0)  # snapshots are taken here alone
+    monkeypatch.setattr(
+        "echelon.parameter_server.persistence.persistence.CATCH_UP", 3600.0
+    )  # snapshots are taken here alone
     job = make_job(servers=2, mode="async", keeping=Keeping(replica=True, snapshot_every=3600.0))
     lines = [Line(Shard(server, 2)) for server in (1, 0)]  # no job is open there yet
     shards = [opened(job, server, tmp_path / f"server-{server}", lines[server]) for server in range(2)]

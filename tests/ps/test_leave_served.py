@@ -15,8 +15,8 @@ from serving import served
 from torch import nn
 
 import echelon
+from echelon.base.environment import REQUEUE
 from echelon.checkpoint import latest
-from echelon.environment import REQUEUE
 
 
 def train(directory: str, mode: Any, first: float, later: float) -> tuple[int, int, bool]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from shards import DIMS, SHAPES, VOCABULARY, Batch, job, owners, started
 
-from echelon.ps.frame import Frame
-from echelon.ps.rules import Adagrad, Sgd
-from echelon.ps.spec import DenseRule
+from echelon.parameter_server.protocol.job_spec import DenseRule
+from echelon.parameter_server.protocol.message import Frame
+from echelon.strategy.table_rules import Adagrad, Sgd
 
 STEPS = 10
 

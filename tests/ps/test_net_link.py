@@ -17,10 +17,10 @@ from counting_server import Counting, Process, free_endpoint, rows_of, serving
 from harness import LIMIT
 
 import echelon
-from echelon.errors import EchelonError, PeerLost
-from echelon.ps.frame import KINDS, Frame, FrameError
-from echelon.ps.link import Beats, Link
-from echelon.ps.server import Server
+from echelon.base.errors import EchelonError, PeerLost
+from echelon.parameter_server.protocol.channel import Beats, Link
+from echelon.parameter_server.protocol.message import KINDS, Frame, FrameError
+from echelon.parameter_server.server.port import Server
 
 
 def push(seq: int, size: int = 100) -> Frame:
@@ -244,9 +244,9 @@ def test_beats_reach_every_server_and_stop(tmp_path: Path):
 
 
 def test_a_client_that_does_not_take_its_answers_holds_up_nobody():
-    from echelon.ps.connection import Connection
-    from echelon.ps.security import OPEN
-    from echelon.ps.wire import to_batch
+    from echelon.base.security import OPEN
+    from echelon.parameter_server.protocol.arrow_wire import to_batch
+    from echelon.parameter_server.protocol.connection import Connection
 
     server = Server("127.0.0.1:0", Counting().handle)
     lazy = Connection(server.endpoint, OPEN)

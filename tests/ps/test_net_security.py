@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from counting_server import Counting, rows_of
 
-from echelon.errors import EchelonError, UsageError
-from echelon.ps.frame import Frame
-from echelon.ps.link import Beats, Link
-from echelon.ps.security import OPEN, Security, is_loopback
-from echelon.ps.server import Server
+from echelon.base.errors import EchelonError, UsageError
+from echelon.base.security import OPEN, Security, is_loopback
+from echelon.parameter_server.protocol.channel import Beats, Link
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.port import Server
 
 IDS = np.array([1, 5, 1008, 77], np.int64)
 

@@ -11,15 +11,15 @@ import pytest
 from counting_server import free_endpoint
 from serving_process import ServerProcess
 
-from echelon.errors import EchelonError, PeerLost, UsageError
-from echelon.ps.frame import Frame
-from echelon.ps.link import Beats, Link
-from echelon.ps.peers import Peers
-from echelon.ps.rules import Sgd
-from echelon.ps.security import OPEN, Security
-from echelon.ps.server import Server
-from echelon.ps.spec import BUCKETS, JobSpec, Keeping, TableSpec
-from echelon.record import read
+from echelon.base.errors import EchelonError, PeerLost, UsageError
+from echelon.base.security import OPEN, Security
+from echelon.observability.runlog import reader
+from echelon.parameter_server.protocol.channel import Beats, Link
+from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.server.server_peers import Peers
+from echelon.strategy.table_rules import Sgd
 
 DIM, RATE = 4, 0.5
 IDS = np.array([-5, 0, 7, 2**63 - 1, -(2**63), 123456789012], np.int64)
@@ -104,7 +104,7 @@ def test_two_servers_mirror_each_other_and_a_lost_disk_is_read_back_from_the_nei
     links = [Link(e, hello=hello_again(job, 0), security=safe, timeout=60) for e in endpoints]
     for link in links:
         open_job(link, job)
-    from echelon.ps.hashing import bucket_of, owner_of
+    from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
 
     owners = np.array([owner_of(int(bucket), BUCKETS, 2) for bucket in bucket_of(IDS, BUCKETS)])
     shares = [IDS[owners == at] for at in range(2)]
@@ -184,7 +184,7 @@ def test_a_server_that_is_told_to_end_keeps_its_state(tmp_path: Path):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(given: list[str], line: str, capsys: pytest.CaptureFixture[str]):
-    from echelon.ps.serve import main
+    from echelon.parameter_server.server.process import main
 
     assert main([*given, "--trainers", "1"]) == 2
     printed = capsys.readouterr().err
@@ -235,7 +235,7 @@ def test_a_server_writes_down_what_it_holds_and_moves(tmp_path: Path):
         link.call(Frame({"op": "leave", "worker": worker}))
     link.close()
     assert server.wait() == 0
-    last = read(tmp_path).servers[0][-1]
+    last = reader(tmp_path).servers[0][-1]
     assert (last.rows, last.pulls, last.pushes) == ({"t": len(IDS)}, 2, 2)
     assert (last.staleness_mean, last.staleness_max) == (0.5, 1)
     assert last.bytes_in >= 2 * (IDS.nbytes + IDS.nbytes + grads.nbytes)  # two pulls, two pushes

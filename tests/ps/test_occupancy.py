@@ -13,12 +13,12 @@ from serving import served
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import EchelonError
+from echelon.base.errors import EchelonError
 from echelon.nn import SparseEmbedding
-from echelon.ps.client import Client, Share, Update
-from echelon.ps.local import DirectLink
-from echelon.ps.shard import Shard
-from echelon.ps.spec import JobSpec, TableSpec
+from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
+from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.worker.client import Client, Share, Update
+from echelon.parameter_server.worker.in_process import DirectLink
 
 CAPACITY = 200
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 3 * CAPACITY)

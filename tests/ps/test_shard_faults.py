@@ -10,9 +10,9 @@ import pytest
 from shards import DIMS, SHAPES, Batch, Clock, Worker, job, started, sync_step
 from test_shard_parity import OneProcess, Rows, plain_sgd
 
-from echelon.errors import EchelonError
-from echelon.ps.frame import Frame
-from echelon.ps.rules import Adagrad, Sgd
+from echelon.base.errors import EchelonError
+from echelon.parameter_server.protocol.message import Frame
+from echelon.strategy.table_rules import Adagrad, Sgd
 
 #: Where worker 1 dies in its step, as calls of the servers that it still makes.
 DEATHS = {

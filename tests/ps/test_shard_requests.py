@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from shards import DIMS, SHAPES, VOCABULARY, Batch, Servers, Worker, carried, job, owners, started, sync_step
 
-from echelon.errors import EchelonError
-from echelon.ps.frame import Frame
-from echelon.ps.rules import Adagrad, Adam
-from echelon.ps.shard import Shard
-from echelon.ps.spec import DenseRule, TableSpec
-from echelon.ps.table import Rows
+from echelon.base.errors import EchelonError
+from echelon.parameter_server.protocol.job_spec import DenseRule, TableSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.table import Rows
+from echelon.strategy.table_rules import Adagrad, Adam
 
 NAN = float("nan")
 

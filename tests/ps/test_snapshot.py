@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from kept_shard import Keeping, make_job, numbers_of, opened, push, received, state_of, trained
 
-from echelon.errors import CheckpointError
-from echelon.ps.restore import Manifest
-from echelon.ps.snapshot import merged
-from echelon.ps.table import Rows
+from echelon.base.errors import CheckpointError
+from echelon.parameter_server.persistence.restore import Manifest
+from echelon.parameter_server.persistence.snapshot import merged
+from echelon.parameter_server.table import Rows
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "bounded", "geo"])
@@ -124,7 +124,7 @@ def test_a_disk_that_refuses_a_record_refuses_the_push_and_nothing_else(tmp_path
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("echelon.ps.record.os.writev", full)
+        patch.setattr("echelon.parameter_server.persistence.file_record.os.writev", full)
         with pytest.raises(AssertionError, match="No space left on device; free some space"):
             push(shard, 1)
     assert segment.path.stat().st_size == size
@@ -144,7 +144,7 @@ def test_a_failed_snapshot_is_followed_by_a_base_that_misses_nothing(tmp_path, m
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("echelon.ps.snapshot.os.fsync", full)
+        patch.setattr("echelon.parameter_server.persistence.snapshot.os.fsync", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             shard.keeper.snapshot()
     push(shard, 2)

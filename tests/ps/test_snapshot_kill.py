@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kept_shard import make_job, new_pass, opened, push, received, state_of, trained
 
-from echelon.ps.restore import Manifest
+from echelon.parameter_server.persistence.restore import Manifest
 
 ROUNDS = 24
 

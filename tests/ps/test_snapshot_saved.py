@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from kept_shard import PARAMETERS, ask, make_job, numbers_of, opened, push, state_of, trained
 
-from echelon.errors import CheckpointError
-from echelon.ps.frame import Frame
-from echelon.ps.hashing import bucket_of
-from echelon.ps.keeper import Keeper
-from echelon.ps.saved import Saved, load_into, locate
-from echelon.ps.shard import Shard
-from echelon.ps.spec import BUCKETS, DenseRule, job_from_json
-from echelon.ps.table import Table
+from echelon.base.errors import CheckpointError
+from echelon.parameter_server.persistence.checkpoint import Saved, load_into, locate
+from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.protocol.hashing import bucket_of
+from echelon.parameter_server.protocol.job_spec import BUCKETS, DenseRule, job_from_json
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.table import Table
 
 
 def job_of(servers, mode="async", **options):

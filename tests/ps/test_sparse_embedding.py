@@ -14,9 +14,9 @@ from harness import errors, run
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import DataError, UsageError
+from echelon.base.errors import DataError, UsageError
 from echelon.nn import SparseEmbedding
-from echelon.ps.rules import Sgd
+from echelon.strategy.table_rules import Sgd
 
 QUIET = echelon.Log(console=False)
 

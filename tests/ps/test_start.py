@@ -22,11 +22,11 @@ from serving import RANKS
 from serving_process import ServerProcess
 
 import echelon
-from echelon.errors import EchelonError, PeerLost
-from echelon.ps import served
-from echelon.ps.client import Client
-from echelon.ps.frame import Frame
-from echelon.ps.link import Link
+from echelon.base.errors import EchelonError, PeerLost
+from echelon.parameter_server.protocol.channel import Link
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.worker import session
+from echelon.parameter_server.worker.client import Client
 
 STEPS = 4
 
@@ -73,7 +73,7 @@ def train_with_break(endpoint: str, before: str, mark: Path) -> Any:
             super().begin(dense)
             stop() if before == "step" else None
 
-    served.Client = Breakpoint  # type: ignore[misc]
+    session.Client = Breakpoint  # type: ignore[misc]
     be_worker(endpoint)
     try:
         return train()
@@ -200,7 +200,7 @@ def bind_alone(endpoint: str) -> str:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     be_worker(endpoint, workers=2, join=6.0)
     with pytest.raises(PeerLost) as caught:
-        echelon.world.bind()
+        echelon.distributed.world.bind()
     return str(caught.value)
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.errors import EchelonError, MismatchError, UsageError
-from echelon.ps.hashing import bucket_of, mix_all, owned_by
-from echelon.ps.rules import Adagrad, Adam, Momentum, Sgd
-from echelon.ps.spec import BUCKETS, Initializer, TableSpec
-from echelon.ps.table import Table
-from echelon.ps.table.compiled import kernel
+from echelon.base.errors import EchelonError, MismatchError, UsageError
+from echelon.parameter_server.protocol.hashing import bucket_of, mix_all, owned_by
+from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, TableSpec
+from echelon.parameter_server.table import Table
+from echelon.parameter_server.table.compiled import kernel
+from echelon.strategy.table_rules import Adagrad, Adam, Momentum, Sgd
 
 EXTREMES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**32, -(2**32)], np.int64)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.ps.hashing import bucket_of, owner_of
-from echelon.ps.spec import BUCKETS
-from echelon.ps.table import add_rows, dedupe, expand, merge, partition
+from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
+from echelon.parameter_server.protocol.job_spec import BUCKETS
+from echelon.parameter_server.table import add_rows, dedupe, expand, merge, partition
 
 ids_lists = st.lists(st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**63 - 1)), max_size=200)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.errors import EchelonError, MismatchError, UsageError
-from echelon.ps.hashing import bucket_of, mix_all
-from echelon.ps.rules import Adagrad, Sgd
-from echelon.ps.spec import BUCKETS, Initializer, TableSpec
-from echelon.ps.table import Rows, Table
-from echelon.ps.table.records import COUNT, WAITING
+from echelon.base.errors import EchelonError, MismatchError, UsageError
+from echelon.parameter_server.protocol.hashing import bucket_of, mix_all
+from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, TableSpec
+from echelon.parameter_server.table import Rows, Table
+from echelon.parameter_server.table.records import COUNT, WAITING
+from echelon.strategy.table_rules import Adagrad, Sgd
 
 ZERO = Initializer(kind="constant", low=0.0)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.optim import FTRL
-from echelon.ps.rules import NAMED, Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
-from echelon.ps.spec import Initializer, TableSpec
-from echelon.ps.table import Table
+from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
+from echelon.parameter_server.table import Table
+from echelon.strategy.table_rules import NAMED, Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
 
 IDS = np.array([3, -7, 2**62, 11, 0, 5, -1, 8], np.int64)
 STEPS = 12

@@ -12,11 +12,11 @@ from serving import served
 from torch import Tensor, nn
 
 import echelon
-from echelon import record
 from echelon.nn import SparseEmbedding
-from echelon.timeline import files, summarize
-from echelon.timeline.command import conclude
-from echelon.timeline.span import HOST, NETWORK
+from echelon.observability import runlog
+from echelon.observability.trace import summarize, trace_files
+from echelon.observability.trace.span import HOST, NETWORK
+from echelon.observability.trace.trace_report import conclude
 
 DIM, IDS, BATCH, STEPS = 4, 6, 8, 5
 
@@ -54,7 +54,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spans(recorded: Path, kind: str, lane: str) -> list[list[Any]]:
-    return [[s for s in r.spans if s.kind == kind and s.lane == lane] for r in files.read(recorded / "timeline")]
+    return [[s for s in r.spans if s.kind == kind and s.lane == lane] for r in trace_files.read(recorded / "timeline")]
 
 
 def test_pulls_and_pushes_of_every_step_are_there_with_their_bytes(recorded: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_launcher_puts_workers_together_that_never_met(recorded: Path) -> No
 
 
 def test_speed_is_of_all_workers_and_waiting_for_servers_is_no_work_of_ones_own(recorded: Path) -> None:
-    run = record.read(recorded)
+    run = runlog.read(recorded)
     second, fourth, _ = run.steps
     assert fourth.time
     assert second.time

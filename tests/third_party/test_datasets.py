@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, random_split
 
 import echelon
+from echelon.base.errors import EchelonError
 from echelon.data import Loader
-from echelon.errors import EchelonError
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{n}" for n in range(60))]
 

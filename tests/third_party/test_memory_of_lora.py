@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.footprint import Job, find_footprint
-from echelon.planner.model.profile import profile
+from echelon.planner.profile.profile import profile
+from echelon.tools.memory_profile import Job, find_footprint
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -12,8 +12,8 @@ from harness import run
 from zoo import QUIET
 
 import echelon
-from echelon.errors import UsageError
-from echelon.plan.record import record
+from echelon.base.errors import UsageError
+from echelon.plan.stage_trace import record
 
 HALVES = tiny.in_stages("model.layers")
 CODERS = tiny.in_stages("model.encoder.layers", "model.decoder.layers")

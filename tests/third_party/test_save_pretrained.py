@@ -16,7 +16,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy, pipeline, split, stage
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 MARKS: dict[str, dict[str, Any]] = {
     "split": {f"*.{name}": split("column") for name in ("q_proj", "k_proj", "v_proj")} | {"*.o_proj": split("row")},

@@ -16,7 +16,7 @@ from transformers import (
 from verifying import verified
 
 import echelon
-from echelon.verify.show import conclusion
+from echelon.tools.verify.verdict_text import conclusion
 
 WORDS = 64
 

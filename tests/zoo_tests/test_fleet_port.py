@@ -17,9 +17,9 @@ import pytest
 from harness import run, script
 
 import echelon
+from echelon.base.errors import DataError, UsageError
 from echelon.data import Downloader
 from echelon.data.download.spec import make_spec
-from echelon.errors import DataError, UsageError
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fleet_resnet50.py"
 IMAGES, CLASSES = 24, 3

@@ -12,7 +12,7 @@ from harness import run
 
 import echelon
 from echelon import Strategy
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 STEPS = 4
 

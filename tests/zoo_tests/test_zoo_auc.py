@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
-from echelon.errors import UsageError
-from echelon.evaluate import Overall, area_under_curve, scored
+from echelon.base.errors import UsageError
+from echelon.parallel.evaluate import Overall, area_under_curve, scored
 
 
 def by_pairs(scores: np.ndarray, labels: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo import registry
 from echelon.zoo.borrowed import PACKAGES, borrow
 from echelon.zoo.entry import Request

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
-from echelon.errors import DataError, EchelonError, UsageError
+from echelon.base.errors import DataError, EchelonError, UsageError
 from echelon.nn import SparseEmbedding
-from echelon.ps.hashing import stable_hash
+from echelon.parameter_server.protocol.hashing import stable_hash
 from echelon.zoo import registry
 from echelon.zoo.datasets import ctr, word_pairs
 from echelon.zoo.datasets.made_up import clicks as made_up

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import echelon
-from echelon.errors import UsageError
-from echelon.timeline import summarize
+from echelon.base.errors import UsageError
+from echelon.observability.trace import summarize
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.train.hooks import Hook, Hooks
 from echelon.zoo.train.parameters import PARAMETERS

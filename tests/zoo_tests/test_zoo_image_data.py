@@ -16,8 +16,8 @@ from harness import run
 from PIL import Image
 
 import echelon
+from echelon.base.errors import DataError
 from echelon.data import Loader
-from echelon.errors import DataError
 from echelon.zoo import registry
 from echelon.zoo.datasets.images.kept import SHARED
 from echelon.zoo.datasets.mock import MADE_BY

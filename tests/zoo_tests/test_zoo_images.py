@@ -15,7 +15,7 @@ from references.recipe_images import CLASSES, FC_SIZE, fill, summary
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.strategy import Strategy
 from echelon.zoo import registry
 from echelon.zoo.entry import Request

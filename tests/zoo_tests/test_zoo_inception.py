@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from references.make_inception import CLASSES, SIZES, fill, images, maps
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo import registry, tasks
 from echelon.zoo.entry import Request
 from echelon.zoo.models.inception_blocks import AuxiliaryClassifier, Inception

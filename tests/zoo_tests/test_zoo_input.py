@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from echelon.base.errors import DataError, UsageError
 from echelon.data import CtrFiles, FileList, Loader, Repeated, RepeatedStream
-from echelon.errors import DataError, UsageError
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.train import input as reading
 from echelon.zoo.train.input import Waiting, loader_options, measure_input, train_part

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.base.errors import EchelonError
 from echelon.data import Loader, Repeated
 from echelon.data.seeding import chain, chain_each
-from echelon.errors import EchelonError
 from echelon.zoo.datasets.made_up import text as made_up
 from echelon.zoo.datasets.tokens.masking import mask_words
 from echelon.zoo.datasets.tokens.rows import Rows, Signs

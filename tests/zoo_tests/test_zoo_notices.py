@@ -10,12 +10,11 @@ import torch
 from harness import run
 from training import train_here
 
+from echelon.base.errors import UsageError
+from echelon.cli.commands.train import help_text
+from echelon.cli.launcher_words import launcher_options
 from echelon.data import Repeated
-from echelon.errors import UsageError
-from echelon.zoo.show import listed
-from echelon.zoo.train.command import help_text
 from echelon.zoo.train.hooks.named import named_hooks
-from echelon.zoo.train.launcher import launcher_options
 from echelon.zoo.train.notices import overruled_decay, unused_loss_scale, unused_shuffle_buffer
 from echelon.zoo.train.parameters import DEFAULT_HOOKS, PARAMETERS
 from echelon.zoo.train.ranks import check_ranks
@@ -23,7 +22,8 @@ from echelon.zoo.train.report import resolved_lines
 from echelon.zoo.train.resolve import Resolved, resolve
 from echelon.zoo.train.restore.place import named_file
 from echelon.zoo.train.strategies import asked_strategy, make_strategy
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
+from echelon.zoo.zoo_tables import listed
 
 CPU = torch.device("cpu")
 

@@ -13,14 +13,14 @@ from harness import run
 from training import train_here
 
 import echelon
-from echelon.errors import UsageError
-from echelon.world import seed_everything
+from echelon.base.errors import UsageError
+from echelon.cli.launcher_words import launcher_options
+from echelon.distributed.world import seed_everything
 from echelon.zoo.registry import dataset, model
-from echelon.zoo.show import shown
 from echelon.zoo.tasks import loss_of
-from echelon.zoo.train.launcher import launcher_options
 from echelon.zoo.train.resolve import Resolved, resolve
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
+from echelon.zoo.zoo_tables import shown
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "zoo.md"
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
+from echelon.base.errors import UsageError
 from echelon.data import Loader, pack_collate
-from echelon.errors import UsageError
 from echelon.nn import mean_over_samples
 from echelon.zoo import registry
 from echelon.zoo.datasets.text import open_text

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from echelon.base.errors import DataError, UsageError
 from echelon.data import Loader
-from echelon.errors import DataError, UsageError
 from echelon.zoo.datasets.images.arrays import ArrayImages
 from echelon.zoo.entry import Request
 from echelon.zoo.preprocessing import PREPROCESSINGS, ArrayPicture, EncodedPicture, Recipe, preprocessing_of

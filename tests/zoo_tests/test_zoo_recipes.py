@@ -28,8 +28,8 @@ import command
 from serving import served
 from training import train_here
 
-from echelon.zoo.train.launcher import launcher_options
-from echelon.zoo.train.words import Words, sort_words
+from echelon.cli.launcher_words import launcher_options
+from echelon.zoo.train.train_arguments import Words, sort_words
 
 RECIPES = Path(__file__).parent.parent.parent / "docs" / "recipes"
 PAGES = sorted(page for page in RECIPES.glob("*.md") if page.name != "README.md")
@@ -107,7 +107,7 @@ def on_ranks(words: list[str], cwd: Path) -> str:
 def _ranks(asked: Words, plan: str | None) -> int:
     if plan is None:
         return int(asked.launch.get("procs", 1))
-    from echelon.planner.run.saved import SavedPlan
+    from echelon.planner.apply.saved_plan import SavedPlan
 
     return SavedPlan.load(plan).draft.ranks
 

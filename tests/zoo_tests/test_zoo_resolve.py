@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
+from echelon.cli.launcher_words import launcher_options
 from echelon.zoo import registry
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.names import DATASETS, MODELS
-from echelon.zoo.train.launcher import launcher_options
 from echelon.zoo.train.marking import mark
 from echelon.zoo.train.parameters import PARAMETERS
 from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
 
 
 def resolved(*words: str) -> Resolved:

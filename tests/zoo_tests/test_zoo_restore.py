@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import echelon
-from echelon.errors import CheckpointError, EchelonError, UsageError
+from echelon.base.errors import CheckpointError, EchelonError, UsageError
 from echelon.zoo.entry import Request
 from echelon.zoo.models.bert import BertClassifier, BertPretraining, Sizes
 from echelon.zoo.train.parameters import PARAMETERS

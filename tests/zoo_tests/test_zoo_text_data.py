@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.base.errors import EchelonError
 from echelon.data import Loader
-from echelon.errors import EchelonError
 from echelon.zoo import registry
 from echelon.zoo.datasets.glue import TASKS, open_glue
 from echelon.zoo.datasets.masked_lm import open_masked

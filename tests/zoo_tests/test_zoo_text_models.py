@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
-from echelon.errors import CheckpointError, UsageError
+from echelon.base.errors import CheckpointError, UsageError
 from echelon.nn import take_auxiliary_loss
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request

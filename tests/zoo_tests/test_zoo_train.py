@@ -15,24 +15,24 @@ import pytest
 import torch
 from harness import run
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
+from echelon.cli.launcher_words import launcher_options
 from echelon.optim import FTRL, LAMB, LARS
 from echelon.plan import Cluster
-from echelon.planner.explain.asked import Asked
-from echelon.planner.explain.source import find_source
+from echelon.tools.plan_report.model_source import find_source
+from echelon.tools.plan_report.plan_options import Asked
 from echelon.zoo import all_datasets, all_models
 from echelon.zoo.copy import script
 from echelon.zoo.entry import Request
 from echelon.zoo.sample import sample
-from echelon.zoo.show import listed, shown
 from echelon.zoo.tasks import TASKS, pretraining, span, tokens
-from echelon.zoo.train.launcher import launcher_options
 from echelon.zoo.train.optimizers import make_optimizer
 from echelon.zoo.train.rates import make_schedule, stretch
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.strategies import asked_strategy, make_strategy
 from echelon.zoo.train.table import markdown
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
+from echelon.zoo.zoo_tables import listed, shown
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 from command import finish, here, start

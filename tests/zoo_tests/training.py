@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from echelon.environment import PLAN
+from echelon.base.environment import PLAN
 
 
 def train_here(words: Sequence[str], cwd: str, plan: str | None = None) -> str:

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from echelon.base.errors import DataError, nearest
 from echelon.data.blocks import Block
-from echelon.data.ctr.layout import Layout
+from echelon.data.ctr.columns import Layout
 from echelon.data.ctr.parse import Skipped
 from echelon.data.ctr.tensors import Tensors
-from echelon.errors import DataError, nearest
 
 
 class RowGroup(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from pyarrow import csv
 
+from echelon.base.errors import DataError
 from echelon.data.blocks import Block
-from echelon.data.ctr.layout import Layout
+from echelon.data.ctr.columns import Layout
 from echelon.data.ctr.tensors import Tensors
 from echelon.data.ctr.text import Fetched
-from echelon.errors import DataError
 
 
 class Broken(Exception):

@@ -7,10 +7,10 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from echelon.base.errors import DataError
 from echelon.data.blocks import Block
+from echelon.data.ctr.columns import Layout
 from echelon.data.ctr.hashing import hash_texts, salt_of, text_id
-from echelon.data.ctr.layout import Layout
-from echelon.errors import DataError
 
 
 class Tensors:

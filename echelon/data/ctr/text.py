@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any, NamedTuple
 
-from echelon.data.ctr.layout import Layout
-from echelon.errors import DataError, nearest
+from echelon.base.errors import DataError, nearest
+from echelon.data.ctr.columns import Layout
 
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

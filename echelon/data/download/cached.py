@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from echelon.base.environment import CACHE_HOME, DATA_DIR
 from echelon.data.download.downloader import Downloader
 from echelon.data.download.source import is_remote, path_of
-from echelon.environment import CACHE_HOME, DATA_DIR
 
 SPECS = (".yaml", ".yml", ".json")
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon import world
-from echelon.data.download.files import Fetcher, Stopped, explained
+from echelon.base.errors import UsageError
+from echelon.data.download.file_download import Fetcher, Stopped, explained
 from echelon.data.download.origin import Origin
 from echelon.data.download.progress import Progress
 from echelon.data.download.spec import WORKINGS, File
 from echelon.data.download.unpacking import ARCHIVE, unpack
-from echelon.errors import UsageError
+from echelon.distributed import world
 
 
 class Downloader:
@@ -60,7 +60,7 @@ class Downloader:
         aloud = not self._quiet and (job is None or job.rank == 0)
         if job is None or job.control is None:  # nobody to wait for: the locks see to it that one process fetches
             return [self._out / name for name in self._fetch_here(stop, aloud)]
-        from echelon.data.download.together import one_per_host
+        from echelon.data.download.one_per_host import one_per_host
 
         one_per_host(job, lambda: self._leave_names(self._fetch_here(stop, aloud)), stop)
         return [self._out / name for name in json.loads(self._notes.read_text())]

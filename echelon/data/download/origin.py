@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.base.errors import DataError, UsageError
+from echelon.data.download.http import host_of
 from echelon.data.download.source import WEB, Access, Lost, backoff, is_remote, read_text, scheme_of, shown
 from echelon.data.download.spec import (
     LIST_BYTES,
@@ -21,8 +23,6 @@ from echelon.data.download.spec import (
     make_spec,
     parse_spec,
 )
-from echelon.data.download.web import host_of
-from echelon.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)

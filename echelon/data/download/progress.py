@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from echelon.amounts import size
+from echelon.base.formatting import size
 
 EVERY = 5.0
 

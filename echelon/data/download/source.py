@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from echelon.base.errors import DataError, UsageError, nearest
 from echelon.data.collate import one_line
-from echelon.errors import DataError, UsageError, nearest
 
 WEB = ("http", "https")
 #: What is asked for through fsspec. It knows more, but some of those are ways around to this machine's own files.
@@ -58,7 +58,7 @@ def open_url(url: str, access: Access, start: int = 0, version: str = "") -> Ope
     """The bytes from ``start`` on if the file still is of that ``version``, else from 0."""
     scheme = scheme_of(url)
     if scheme in WEB:
-        from echelon.data.download.web import open_web
+        from echelon.data.download.http import open_web
 
         return open_web(url, access, start, version)
     return _open_path(url, start, version) if scheme in ("", "file") else _open_elsewhere(url, start, version)

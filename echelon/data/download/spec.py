@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from echelon.base.config import build, require, strict
+from echelon.base.errors import DataError, UsageError
 from echelon.data.collate import one_line
-from echelon.data.download import fleet
+from echelon.data.download import fleet_spec
 from echelon.data.download.source import WEB, is_remote, scheme_of, shown
-from echelon.errors import DataError, UsageError
-from echelon.strict import build, require, strict
 
 #: YAML takes a second per megabyte; more names than fit in here are for ``list``, whose lines take a microsecond each.
 SPEC_BYTES, LIST_BYTES = 8 << 20, 256 << 20
@@ -86,7 +86,7 @@ class Spec:
     @staticmethod
     def in_our_names(given: Mapping[Any, Any], label: str) -> Mapping[Any, Any]:
         """Read the keys of Fleet's yaml too."""
-        return fleet.in_our_names(given, label)
+        return fleet_spec.in_our_names(given, label)
 
 
 @dataclass(frozen=True)

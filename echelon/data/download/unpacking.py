@@ -7,9 +7,9 @@ import hashlib
 import tarfile
 from pathlib import Path
 
+from echelon.base.errors import DataError
 from echelon.data.collate import one_line
 from echelon.data.download.spec import WORKINGS
-from echelon.errors import DataError
 
 ARCHIVE = ".tar"
 

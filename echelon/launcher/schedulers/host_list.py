@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 #: A name that ssh cannot take for one of its options; ``user@`` before it; an IPv6 address stands in brackets.
 _HOST = r"(?:[\w.][\w.-]*@)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.-]*)"

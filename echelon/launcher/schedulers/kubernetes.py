@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
-from echelon.errors import EchelonError, UsageError
-from echelon.launcher.schedulers import names
+from echelon.base.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
+from echelon.base.errors import EchelonError, UsageError
+from echelon.launcher.schedulers import kubernetes_names
 from echelon.launcher.schedulers.slurm import split_run
 
 MASTER_PORT, SERVER_PORT = 29500, 6174
@@ -127,19 +127,19 @@ def documents(asked: Submission) -> list[Document]:
 
 
 def _check(asked: Submission) -> None:
-    names.check_name("--name", asked.name)
-    names.check_image(asked.image)
-    names.check_text([*asked.program, *asked.environment, asked.run])
+    kubernetes_names.check_name("--name", asked.name)
+    kubernetes_names.check_image(asked.image)
+    kubernetes_names.check_text([*asked.program, *asked.environment, asked.run])
     for option, name in (
         ("--namespace", asked.namespace),
         ("--token-secret", asked.token_secret),
         ("--tls-secret", asked.tls_secret),
     ):
         if name is not None:
-            names.check_object("the name of " + option, name)
+            kubernetes_names.check_object("the name of " + option, name)
     for option, size in (("--cpu", asked.cpu), ("--memory", asked.memory), ("--state-size", asked.state)):
         if size is not None:
-            names.check_quantity(option, size)
+            kubernetes_names.check_quantity(option, size)
     counts = {"--nnodes": asked.hosts, "--workers": asked.workers, "--gpus": asked.gpus, "--min-hosts": asked.min_hosts}
     for option, count in counts.items():
         if count is not None and count < 1:
@@ -327,7 +327,7 @@ def _environment(asked: Submission) -> list[Document]:
         found.append({"name": PS_TOKEN, "valueFrom": token})
     if asked.tls_secret is not None:
         found.append({"name": PS_CA, "value": f"{_TLS}/ca.crt"})
-    pairs = [names.split_variable(text, os.environ) for text in asked.environment]
+    pairs = [kubernetes_names.split_variable(text, os.environ) for text in asked.environment]
     return found + [{"name": name, "value": _literal(value)} for name, value in pairs]
 
 
@@ -342,7 +342,7 @@ def _volumes(asked: Submission) -> list[Document]:
 
 
 def _claims(asked: Submission) -> list[tuple[str, str]]:
-    return [names.split_volume(text) for text in asked.volumes]
+    return [kubernetes_names.split_volume(text) for text in asked.volumes]
 
 
 def _limits(asked: Submission, gpus: bool) -> dict[str, Any]:

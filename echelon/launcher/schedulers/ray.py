@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from echelon.environment import TOKEN, TOKEN_FILE
-from echelon.errors import PeerLost, UsageError
-from echelon.launcher.hosts import host_counts
-from echelon.launcher.network import endpoint
+from echelon.base.environment import TOKEN, TOKEN_FILE
+from echelon.base.errors import PeerLost, UsageError
+from echelon.base.job_secret import find_token
+from echelon.base.network import endpoint
+from echelon.base.wait_notice import WaitNotice, say_wait
+from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.schedulers import ray_host
+from echelon.launcher.schedulers.argv import typed_words
 from echelon.launcher.schedulers.ray_host import News, RayHost
-from echelon.launcher.schedulers.repeat import typed_words
 from echelon.launcher.schedulers.ssh import carried
-from echelon.launcher.secret import find_token
-from echelon.wait_notice import WaitNotice, say_wait
 
 #: Options of ``run`` that this module answers for.
 OWN = ("on", "ray_address", "nnodes", "node_rank", "master", "procs", "gpus", "env")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.environment import (
+from echelon.base.environment import (
     LOG_DIR,
     REQUEUE,
     SLURM_CPUS,
@@ -31,7 +31,7 @@ from echelon.environment import (
     port_for,
     whole_number,
 )
-from echelon.errors import EchelonError, UsageError
+from echelon.base.errors import EchelonError, UsageError
 
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 #: Seconds before the time limit at which Slurm is to say so; ranks save in them.

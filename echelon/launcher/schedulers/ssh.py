@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from echelon.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
-from echelon.errors import UsageError
-from echelon.launcher import network
-from echelon.launcher.hosts import host_counts
-from echelon.launcher.schedulers.connection import Connection, Order
-from echelon.launcher.schedulers.gathering import Gathering
+from echelon.base import network
+from echelon.base.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
+from echelon.base.errors import UsageError
+from echelon.base.job_secret import find_token
+from echelon.launcher.rendezvous.host_options import host_counts
+from echelon.launcher.schedulers.argv import typed_words
 from echelon.launcher.schedulers.host_list import HostEntry, chosen_hosts
-from echelon.launcher.schedulers.repeat import typed_words
-from echelon.launcher.secret import find_token
+from echelon.launcher.schedulers.ssh_connection import Connection, Order
+from echelon.launcher.schedulers.ssh_job import Gathering
 
 #: Variables that go to the other hosts, besides those named by --env. What ranks alone may see is not among them.
 CARRIED = ("ECHELON_", "PADDLE_", "NCCL_", "GLOO_", "OMP_", "CUDA_")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 
 ALIGNMENT = 64  # bytes; every dtype's elements and a GPU's widest loads are aligned
 

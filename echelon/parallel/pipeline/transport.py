@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.errors import UsageError
-from echelon.parallel.collective import Waiting, json_to_tensor, tensor_to_json
+from echelon.base.errors import UsageError
+from echelon.distributed.activity import waiting
+from echelon.distributed.collectives import Waiting, json_to_tensor, tensor_to_json
+from echelon.parallel.pipeline.comm_plan import Message, Route, Transfer, route
 from echelon.parallel.pipeline.packing import (
     Form,
     alone,
@@ -33,10 +35,8 @@ from echelon.parallel.pipeline.packing import (
     unpack,
     unpack_gradients,
 )
-from echelon.parallel.pipeline.route import Message, Route, Transfer, route
 from echelon.plan.schedule import Action
 from echelon.plan.simulate import Edge
-from echelon.watch.activity import waiting
 
 Announced = dict[Edge, Form]  #: what travels on an edge
 

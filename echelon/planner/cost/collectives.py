@@ -11,7 +11,7 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from echelon.planner.machines.cluster import Curve, Link
+from echelon.planner.cluster.cluster import Curve, Link
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from echelon.planner.anatomy import Kernel, Pass, Unit
+from echelon.planner.cluster.cluster import Curve, Device, read_curve
 from echelon.planner.cost.system import System
-from echelon.planner.machines.cluster import Curve, Device, read_curve
+from echelon.planner.model_costs import Kernel, Pass, Unit
 
 COMPUTES = frozenset({"product", "convolution", "attention"})
 FUSABLE = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from echelon.marks import ScheduleName
 from echelon.plan.schedule import Action, Kind, rank_actions
+from echelon.strategy.annotations.marks import ScheduleName
 
 AHEAD = 2  # messages that are expected while an action runs, see parallel.pipeline.loop
 STEADY = 4  # times the ranks: from so many micro-batches on, a schedule only repeats itself

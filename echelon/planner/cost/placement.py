@@ -1,6 +1,6 @@
 """Where the ranks of a mesh are: which devices compute each stage, and which groups cross hosts.
 
-Ranks are placed as in plan/mesh.py: split innermost, then stage, then replicate. Clusters whose hosts are alike are
+Ranks are placed as in base/mesh.py: split innermost, then stage, then replicate. Clusters whose hosts are alike are
 reckoned by arithmetic, so that 100,000 devices cost no more than eight.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
+from echelon.planner.cluster.cluster import Cluster, Device, Link
 from echelon.planner.cost.collectives import Group, seconds, send_seconds
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster, Device, Link
 
 Worker = tuple[Device, float]  #: a device of a split, and its width relative to an even one
 

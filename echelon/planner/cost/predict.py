@@ -8,20 +8,20 @@ from typing import Literal
 
 import numpy as np
 
-from echelon.errors import UsageError
-from echelon.marks import ScheduleName
+from echelon.base.errors import UsageError
 from echelon.plan.plan import Plan
-from echelon.planner.anatomy import Anatomy
+from echelon.planner.cluster.cluster import Cluster, Device
 from echelon.planner.cost.compute import UnitSeconds, stream_seconds
-from echelon.planner.cost.drafted import draft_of
-from echelon.planner.cost.exchange import Busy, Exposed, Held, exposed
+from echelon.planner.cost.draft_of_plan import draft_of
 from echelon.planner.cost.placement import Placement, Replica, place
+from echelon.planner.cost.replica_traffic import Busy, Exposed, Held, exposed
 from echelon.planner.cost.stage_costs import Array, Setting, UnitCosts
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.cost.timeline import Stages, Timeline, estimated, simulated
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster, Device
+from echelon.planner.model_costs import Anatomy
 from echelon.planner.prediction import PARTS, Memory, Prediction
+from echelon.strategy.annotations.marks import ScheduleName
 
 USUAL_SCHEDULE: ScheduleName = "1f1b"
 
@@ -104,7 +104,7 @@ class Costs:
 
     def memory(self, draft: Draft, placement: Placement, ranks: Iterable[int] | None = None) -> tuple[Memory, ...]:
         """Of every rank along the stage axis, or of ``ranks`` alone."""
-        from echelon.planner.cost.memory import fullest
+        from echelon.planner.cost.rank_memory import fullest
 
         limits = [
             min(device.memory for kind in placement.replicas for device, _ in kind.workers[rank])

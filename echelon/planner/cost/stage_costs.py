@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.planner.anatomy import Anatomy, Message, Sheet, Unit
+from echelon.planner.cluster.cluster import Device
 from echelon.planner.cost.collectives import Group, seconds
 from echelon.planner.cost.compute import UnitSeconds, stream_seconds, unit_seconds
 from echelon.planner.cost.system import System
-from echelon.planner.machines.cluster import Device
+from echelon.planner.model_costs import Anatomy, Message, Sheet, Unit
 
 Array = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.planner.anatomy import Sheet, Unit
+from echelon.planner.model_costs import Sheet, Unit
 
 Row = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from echelon.errors import UsageError, nearest
+from echelon.base.errors import UsageError, nearest
 
 Replaying = Literal["units", "repeated"]
 

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from echelon.marks import ScheduleName
 from echelon.plan.schedule import Kind, make_schedule
 from echelon.plan.simulate import Event, simulate
+from echelon.strategy.annotations.marks import ScheduleName
 
 
 @dataclass(frozen=True)

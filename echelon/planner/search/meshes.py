@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from echelon.planner.machines.cluster import Cluster, Device
-from echelon.planner.search.cuts import balanced
+from echelon.planner.cluster.cluster import Cluster, Device
+from echelon.planner.search.partition import balanced
 
 LARGEST_ORDER = 4096  # places that are listed one by one; above, only meshes that count up
 

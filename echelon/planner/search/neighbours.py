@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from echelon.marks import ScheduleName
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster
 from echelon.planner.prediction import Memory, Prediction
 from echelon.planner.search.answer import Choice, Rejected
+from echelon.planner.search.draft_builder import lack
 from echelon.planner.search.meshes import Mesh
 from echelon.planner.search.shapes import Shape
-from echelon.planner.search.tailor import lack
+from echelon.strategy.annotations.marks import ScheduleName
 
 if TYPE_CHECKING:
     from echelon.planner.search.search import Hunt

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.errors import UsageError
-from echelon.planner.anatomy import Anatomy
+from echelon.base.errors import UsageError
+from echelon.planner.cluster.cluster import Cluster, Host
 from echelon.planner.cost.predict import Costs
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.draft import Draft
-from echelon.planner.machines.cluster import Cluster, Host
+from echelon.planner.model_costs import Anatomy
 from echelon.planner.search.answer import Answer, Choice, Help, Nearest, Rejected
+from echelon.planner.search.draft_builder import Attempt, Tailor
 from echelon.planner.search.meshes import Bounds, Mesh, commonest, find_meshes, find_pools
 from echelon.planner.search.shapes import APPROXIMATE, Means, Shape, amp_of, combines, mechanisms
-from echelon.planner.search.tailor import Attempt, Tailor
 
 __all__ = ["Answer", "Choice", "Help", "Nearest", "Rejected", "search"]
 
@@ -128,7 +128,7 @@ class Hunt:
         self.in_host = max(pool.in_host for pool in find_pools(cluster, devices))
 
     def answer(self, keep: int) -> Answer:
-        from echelon.planner.search.nearest import nearest_plan
+        from echelon.planner.search.infeasible import nearest_plan
 
         self.look(beyond_host=False)
         if self.found:

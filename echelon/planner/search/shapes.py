@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from echelon.errors import UsageError, nearest
-from echelon.marks import ScheduleName
+from echelon.base.errors import UsageError, nearest
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.draft import Approximation, Draft
-from echelon.planner.machines.cluster import Cluster
 from echelon.planner.search.meshes import Mesh, find_micro_batches
+from echelon.strategy.annotations.marks import ScheduleName
 
 Amp = Literal["bf16", "fp16"]
 Flags = tuple[bool, ...]  #: for each stage, whether it recomputes

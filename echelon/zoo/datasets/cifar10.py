@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo import registry
 from echelon.zoo.datasets.images.arrays import Images, Labels, arrays
 from echelon.zoo.datasets.images.folders import folder_of, refuse_unfinished

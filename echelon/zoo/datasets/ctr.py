@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from echelon.base.errors import DataError, UsageError
 from echelon.data import CtrFiles
-from echelon.errors import DataError, UsageError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.files import find, folder
+from echelon.zoo.datasets.tokens.token_files import find, folder
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
 WHOLE = {"num_epochs": 1, "stop_at_step": 0}  #: logs are long: each row once

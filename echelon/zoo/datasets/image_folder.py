@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo import registry
 from echelon.zoo.datasets.images.encoded import Catalogue, Numbers, encoded, every_tenth
 from echelon.zoo.datasets.images.folders import folder_of, refuse_unfinished

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.files import find, read_text
 from echelon.zoo.datasets.tokens.masking import MaskedRows
 from echelon.zoo.datasets.tokens.rows import Rows
 from echelon.zoo.datasets.tokens.sentences import Pairing, documents_of, pieces_of
 from echelon.zoo.datasets.tokens.sizes import row_sizes
+from echelon.zoo.datasets.tokens.token_files import find, read_text
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 

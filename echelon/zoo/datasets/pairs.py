@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.files import find, read_table
 from echelon.zoo.datasets.tokens.rows import Numbers
 from echelon.zoo.datasets.tokens.sizes import row_length
+from echelon.zoo.datasets.tokens.token_files import find, read_table
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, Texts, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 from echelon.zoo.tasks import IGNORED

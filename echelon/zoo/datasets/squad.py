@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon.errors import DataError, UsageError
+from echelon.base.errors import DataError, UsageError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.files import find_part, folder, need_part, read_json
 from echelon.zoo.datasets.tokens.rows import LabelledRows, Rows
 from echelon.zoo.datasets.tokens.sizes import row_length
+from echelon.zoo.datasets.tokens.token_files import find_part, folder, need_part, read_json
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo import registry
 from echelon.zoo.datasets.tokens.documents import PackedDocuments
-from echelon.zoo.datasets.tokens.files import find, read_text
 from echelon.zoo.datasets.tokens.sentences import documents_of
+from echelon.zoo.datasets.tokens.token_files import find, read_text
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, Texts, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 from echelon.zoo.tasks import IGNORED

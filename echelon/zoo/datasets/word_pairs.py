@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from echelon.base.errors import DataError, UsageError
 from echelon.data.order import Indices
 from echelon.data.seeding import Seeds, chain_each, numpy_stream
-from echelon.errors import DataError, UsageError
-from echelon.ps.hashing import stable_hash
+from echelon.parameter_server.protocol.hashing import stable_hash
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.files import find, read_text
+from echelon.zoo.datasets.tokens.token_files import find, read_text
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
 TEST_PART = 20  #: one word in so many, at the end of the text, is for the test

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from echelon.annotation import split
+from echelon.strategy.annotations.annotate import split
 from echelon.zoo import registry
 from echelon.zoo.entry import Request, Setting
 from echelon.zoo.models.image_entry import block_names, dropout_setting, image_model

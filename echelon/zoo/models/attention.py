@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
-from echelon.marks import Mark, Split
+from echelon.base.errors import UsageError
 from echelon.nn import Bounds, Packed, packed_attention
+from echelon.strategy.annotations.marks import Mark, Split
 from echelon.zoo.entry import Setting
 
 #: Of a layer with ``attention`` and ``mlp``: heads, then the two linear layers as a pair.

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.marks import Split
 from echelon.nn import Bounds, Packed
+from echelon.strategy.annotations.marks import Split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.attention import LAYER_SPLIT, PACK, SelfAttention, draw_weights, places_of, require_room

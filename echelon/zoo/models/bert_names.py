@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.errors import CheckpointError
+from echelon.base.errors import CheckpointError
 
 HEAD_WIDTH = 64  #: of every BERT that Google published
 

@@ -6,7 +6,7 @@ import itertools
 
 from torch import Tensor, nn
 
-from echelon.annotation import replicate, split
+from echelon.strategy.annotations.annotate import replicate, split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.nn import SparseEmbedding
-from echelon.ps.rules import NAMED
+from echelon.strategy.table_rules import NAMED
 from echelon.zoo.entry import Model, Request, Setting
 
 ADVICE = (

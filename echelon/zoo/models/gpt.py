@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.marks import Split
 from echelon.nn import Bounds, Packed
+from echelon.strategy.annotations.marks import Split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, places_of, require_room

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.annotation import split
+from echelon.strategy.annotations.annotate import split
 from echelon.zoo.entry import Model, Request, Setting
 
 AMP_ADVICE = "16-bit arithmetic about doubles the speed on GPUs with tensor cores and halves the activations"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.image_entry import block_names, dropout_setting, image_model
 

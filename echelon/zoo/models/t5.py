@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.marks import Mark, Replicate, Split
 from echelon.nn import MoE
+from echelon.strategy.annotations.marks import Mark, Replicate, Split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.attention import LAYER_SPLIT

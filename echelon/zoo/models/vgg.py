@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from echelon.annotation import split
+from echelon.strategy.annotations.annotate import split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.convolution import draw_convolutions

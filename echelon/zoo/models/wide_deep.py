@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.nn import SparseEmbedding
-from echelon.ps.rules import Ftrl
+from echelon.strategy.table_rules import Ftrl
 from echelon.zoo import registry
 from echelon.zoo.entry import Request, Setting
 from echelon.zoo.models.click_entry import (

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import Request, Setting
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.words import STRATEGY_OPTIONS
+from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS
 
 _COMMON = {parameter.name: parameter for parameter in PARAMETERS}
 

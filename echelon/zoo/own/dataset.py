@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from echelon.data.source import is_stream
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
+from echelon.data.data_source import is_stream
 from echelon.zoo.entry import Data, Dataset, Request
 from echelon.zoo.own.arguments import Arguments, read_arguments
 from echelon.zoo.own.place import declared_tasks, found_at, short_name

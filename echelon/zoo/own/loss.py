@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.own.place import found_at
 
 Loss = Callable[[Any, Any], Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import OWN_RUNNER, Model, Request
 from echelon.zoo.own.arguments import read_arguments
 from echelon.zoo.own.loss import loss_of_class

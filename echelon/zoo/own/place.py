@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UsageError, nearest
-from echelon.object_path import object_at
+from echelon.base.errors import UsageError, nearest
+from echelon.base.object_path import object_at
 from echelon.zoo.tasks import OWN, TASKS
 
 

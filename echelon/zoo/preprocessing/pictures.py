@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo.preprocessing.boxes import Box
 
 Pixels = NDArray[np.uint8]  #: [height, width, channels]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from echelon.errors import UsageError, nearest
+from echelon.base.errors import UsageError, nearest
 from echelon.zoo.entry import Request
 from echelon.zoo.preprocessing.boxes import Box, center, random_area, random_scale, whole
 from echelon.zoo.preprocessing.normalize import Normalize

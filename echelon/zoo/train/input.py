@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.base.errors import UsageError
 from echelon.data import Loader, Repeated, RepeatedStream
 from echelon.data.batched import is_batched
 from echelon.data.blocks import is_blocked
+from echelon.data.data_source import is_stream
 from echelon.data.mapped import columns_of
 from echelon.data.sharded import is_sharded
-from echelon.data.source import is_stream
-from echelon.errors import UsageError
 from echelon.zoo.entry import Data, Request
 
 

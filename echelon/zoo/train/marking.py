@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from echelon.annotation import annotate, pipeline, replicate, split, stage
-from echelon.errors import UsageError, nearest
+from echelon.base.errors import UsageError, nearest
+from echelon.strategy.annotations.annotate import annotate, pipeline, replicate, split, stage
 from echelon.zoo.entry import Model, Request
 
 _MAKERS: dict[str, Any] = {"pipeline": pipeline, "replicate": replicate, "split": split, "stage": stage}

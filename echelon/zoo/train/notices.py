@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from echelon.data.blocks import is_blocked
-from echelon.data.source import is_stream
+from echelon.data.data_source import is_stream
 from echelon.strategy import Amp, Strategy
 from echelon.zoo.train.resolve import Resolved
 

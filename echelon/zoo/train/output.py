@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from echelon.record.files import is_record
+from echelon.observability.runlog.log_files import is_record
 from echelon.zoo.train.hooks.evaluation import FILE as EVALUATIONS
 from echelon.zoo.train.resolve import Resolved
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from echelon.errors import UsageError
-from echelon.marks import Pipeline, Split, Stage
+from echelon.base.errors import UsageError
 from echelon.plan.axes import find_axes
+from echelon.strategy.annotations.marks import Pipeline, Split, Stage
 from echelon.zoo.entry import OWN_RUNNER
 from echelon.zoo.train.hooks.profiler import check_profiled_rank
 from echelon.zoo.train.marking import asked_marks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.optim import Schedule
 from echelon.zoo.entry import Request
 

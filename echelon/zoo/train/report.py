@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.record.files import RUN
+from echelon.observability.runlog.log_files import RUN
 from echelon.zoo.train.resolve import DEFAULT, Resolved
 
 

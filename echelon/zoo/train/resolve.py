@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UsageError, nearest
-from echelon.strategy import files
+from echelon.base.config import describe, fits
+from echelon.base.errors import UsageError, nearest
+from echelon.strategy import strategy_files
 from echelon.strategy.from_words import put
-from echelon.strict import describe, fits
 from echelon.zoo import registry
 from echelon.zoo.entry import OWN_RUNNER, Data, Dataset, Model, Request, Setting
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.words import STRATEGY_OPTIONS, Words
+from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, Words
 
 DEFAULT, FLAG = "default", "flag"
 
@@ -124,14 +124,14 @@ def with_sizes(resolved: Resolved, sizes: Mapping[str, Any], origin: str) -> Res
 def _read(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise UsageError(f"--config: no file at '{path}'")
-    return files.read(path)
+    return strategy_files.read(path)
 
 
 def _sorted_file(
     given: Mapping[str, Any], words: Words
 ) -> tuple[dict[str, Any], dict[str, str | bool], dict[str, Any]]:
     """Strategy, launcher's options and the rest: of the file, with the words on top."""
-    from echelon.zoo.train.launcher import launcher_options
+    from echelon.cli.launcher_words import launcher_options
 
     own = {name.replace("-", "_"): value for name, value in given.items()}
     strategy = {name: own.pop(name) for name in list(own) if name in STRATEGY_OPTIONS}
@@ -140,9 +140,9 @@ def _sorted_file(
     if isinstance(stated, Mapping):
         strategy = {**stated, **strategy}
     elif stated is not None:
-        strategy = {**files.read(str(stated)), **strategy}
+        strategy = {**strategy_files.read(str(stated)), **strategy}
     for name, value in words.strategy.items():
-        put(strategy, name.split("."), True if value is True else files.parse_value(str(value), f"--{name}"))
+        put(strategy, name.split("."), True if value is True else strategy_files.parse_value(str(value), f"--{name}"))
     texts = {name: value if isinstance(value, bool) else str(value) for name, value in launch.items()}
     return strategy, {**texts, **words.launch}, own
 
@@ -197,7 +197,9 @@ def _parsed(text: str, name: str) -> Any:
     if text in ("True", "False", "None", "none"):
         return {"True": True, "False": False}.get(text)
     try:
-        return float(text) if "e" in text.lower() and text[:1].isdigit() else files.parse_value(text, f"--{name}")
+        return (
+            float(text) if "e" in text.lower() and text[:1].isdigit() else strategy_files.parse_value(text, f"--{name}")
+        )
     except (ValueError, UsageError):
         return text
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import echelon
+from echelon.base.errors import UsageError
 from echelon.data import Loader
-from echelon.errors import UsageError
 from echelon.zoo.application import let_arrive, open_data, train_loader
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import TASKS, loss_of
@@ -33,7 +33,7 @@ from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, s
 from echelon.zoo.train.statistics import show, statistics
 from echelon.zoo.train.stopwatch import Stopwatch
 from echelon.zoo.train.strategies import make_strategy
-from echelon.zoo.train.words import sort_words
+from echelon.zoo.train.train_arguments import sort_words
 
 
 class Run:

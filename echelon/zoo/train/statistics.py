@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.amounts import count, percent, size
+from echelon.base.formatting import count, percent, size
 from echelon.nn import SparseEmbedding
-from echelon.objective import count_samples
-from echelon.plan.foretell import mixing, placeholder_mode, random_numbers_kept
-from echelon.plan.memory import SavedBytes, forget
+from echelon.parallel.objective import count_samples
+from echelon.plan.fake_forward import mixing, placeholder_mode, random_numbers_kept
 from echelon.plan.operations import OperationMode, tensors_in
-from echelon.planner.model.launches import Operation, kind_of, launches_of
-from echelon.planner.model.shadow import Shadow
+from echelon.plan.saved_bytes import SavedBytes, forget
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.kernel_costs import Operation, kind_of, launches_of
 
 #: Samples of a pass. An odd prime, so that a dimension that is a multiple of it is most likely the batch's.
 SAMPLES = 3

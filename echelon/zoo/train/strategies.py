@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from echelon.environment import PLAN
-from echelon.errors import UsageError
+from echelon.base.environment import PLAN
+from echelon.base.errors import UsageError
 from echelon.strategy import Shard, Strategy
 from echelon.zoo.train.notices import unused_loss_scale
 from echelon.zoo.train.resolve import Resolved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from echelon.strict import describe
+from echelon.base.config import describe
 from echelon.zoo.train.parameters import PARAMETERS
 
 

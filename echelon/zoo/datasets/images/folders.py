@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 from echelon.zoo.entry import Request
 
 UNFINISHED = (".part", ".partial", ".crdownload", ".tmp", ".download")  #: how programs name what they still fetch

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import echelon
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 
 if TYPE_CHECKING:
     from echelon.zoo.datasets.images.encoded import Numbers, Store

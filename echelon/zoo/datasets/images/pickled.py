@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.errors import DataError
+from echelon.base.errors import DataError
 
 
 def read_pickled(path: Path) -> dict[bytes, Any]:

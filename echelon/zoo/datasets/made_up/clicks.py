@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from echelon.errors import UsageError
-from echelon.ps.hashing import stable_hash
+from echelon.base.errors import UsageError
+from echelon.parameter_server.protocol.hashing import stable_hash
 from echelon.zoo.entry import Data, Request
 
 LAW, TRAIN, TEST = 7, 1, 2  # seeds

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from echelon.base.errors import UsageError
 from echelon.data.seeding import numpy_stream
-from echelon.errors import UsageError
 from echelon.zoo.datasets.tokens.masking import MaskedRows
 from echelon.zoo.datasets.tokens.rows import LabelledRows, Numbers, Rows, Signs
 from echelon.zoo.datasets.tokens.sizes import row_length, row_sizes

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.base.errors import UsageError
 from echelon.data.order import Indices
 from echelon.data.seeding import Seeds
-from echelon.errors import UsageError
 from echelon.nn.packed import MULTIPLE, Packed, laid_out
 from echelon.zoo.datasets.tokens.documents import PackedDocuments
 from echelon.zoo.datasets.tokens.masking import MaskedRows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import Request
 
 LEAST_LENGTH = 8  #: of a row: three signs, and a few words

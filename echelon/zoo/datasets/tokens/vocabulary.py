@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.errors import DataError, UsageError
-from echelon.zoo.datasets.tokens.files import read_text
+from echelon.base.errors import DataError, UsageError
 from echelon.zoo.datasets.tokens.rows import Signs
+from echelon.zoo.datasets.tokens.token_files import read_text
 from echelon.zoo.entry import Request, Setting
 
 #: in this order in a vocabulary of our own

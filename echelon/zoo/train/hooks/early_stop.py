@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.train.hooks.every import steps_of
 from echelon.zoo.train.hooks.hook import Hook, Run
 

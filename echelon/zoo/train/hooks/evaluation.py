@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.errors import UsageError
-from echelon.parallel.collective import gather_json
+from echelon.base.errors import UsageError
+from echelon.distributed.collectives import gather_json
 from echelon.zoo.train.hooks.every import Every
 from echelon.zoo.train.hooks.hook import Hook, Run
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from echelon.data import Loader
-from echelon.engine import Engine
+from echelon.engine.engine import Engine
 from echelon.zoo.entry import Data, Request
 
 

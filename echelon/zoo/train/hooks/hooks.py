@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.checkpoint.settings import Checkpoint
-from echelon.errors import EchelonError, UsageError
-from echelon.watch import Log
+from echelon.base.errors import EchelonError, UsageError
+from echelon.checkpoint.checkpoint_settings import Checkpoint
+from echelon.observability.metrics import Log
 from echelon.zoo.entry import Request
 from echelon.zoo.train.hooks.evaluation import EvaluationHook
 from echelon.zoo.train.hooks.hook import Run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from echelon.errors import EchelonError, UsageError, nearest
-from echelon.object_path import callable_at
+from echelon.base.errors import EchelonError, UsageError, nearest
+from echelon.base.object_path import callable_at
 from echelon.zoo.entry import Request
 from echelon.zoo.train.hooks.checkpoint_saver import CheckpointSaverHook
 from echelon.zoo.train.hooks.early_stop import EarlyStopHook

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from echelon.errors import UsageError
-from echelon.timeline.files import FOLDER
-from echelon.timeline.recording import Recording
+from echelon.base.errors import UsageError
+from echelon.observability.trace.session import Recording
+from echelon.observability.trace.trace_files import FOLDER
 from echelon.zoo.train.hooks.every import steps_of
 from echelon.zoo.train.hooks.hook import Hook, Run
 

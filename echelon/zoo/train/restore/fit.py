@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import CheckpointError
+from echelon.base.errors import CheckpointError
 
 _NAMED = 3  # names in a line
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echelon.errors import UsageError
+from echelon.base.errors import UsageError
 from echelon.zoo.entry import Request
 
 _SHOWN = 8  # of a folder's files, in a message

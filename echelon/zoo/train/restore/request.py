@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.errors import CheckpointError
+from echelon.base.errors import CheckpointError
 from echelon.zoo.entry import Request
-from echelon.zoo.train.restore.files import read_file
 from echelon.zoo.train.restore.place import named_file
+from echelon.zoo.train.restore.weight_files import read_file
 
 #: In every layer of a BERT as Hugging Face names it, and in none of ours.
 _FROM_HUGGING_FACE = ".attention.self.query.weight"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UsageError, nearest
-from echelon.strict import describe, fits
+from echelon.base.config import describe, fits
+from echelon.base.errors import UsageError, nearest
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request
 from echelon.zoo.train.restore.place import named_file

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from echelon.errors import CheckpointError
+from echelon.base.errors import CheckpointError
 from echelon.zoo.entry import Request
 
 

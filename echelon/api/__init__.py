@@ -1,0 +1,1 @@
+"""The public API: ``distribute()``, ``launch()`` and the names of ``echelon.X``."""

@@ -1,0 +1,265 @@
+"""``distribute()``: from a model, its optimizer and a strategy to an Engine, equal on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.api.call_arguments import Optimizers, as_checkpoint, check_types, name_optimizers, sort_given
+from echelon.api.distribute_args import Terms
+from echelon.base.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
+from echelon.base.errors import UsageError, nearest
+from echelon.checkpoint.checkpoint_settings import Checkpoint
+from echelon.distributed import world as worlds
+from echelon.distributed.process_groups import Groups
+from echelon.distributed.world import World
+from echelon.engine.elastic import Elastic, fitted, rule_in_force
+from echelon.engine.engine import Engine
+from echelon.engine.lr_schedules import AnyScheduler, listed
+from echelon.engine.preconditions import check_model, check_optimizers
+from echelon.engine.wrapped_models import unwrap
+from echelon.fastpath.inspect import asked_of, quickened
+from echelon.fastpath.policy import OFF
+from echelon.nn import SparseEmbedding
+from echelon.observability.metrics import Log
+from echelon.observability.runlog.run_description import strategy_settings
+from echelon.observability.stall.reporter import report
+from echelon.parallel.data.sync_batch_norm import make_local
+from echelon.parallel.objective import LossFunction, as_batch
+from echelon.plan import Plan, make_plan
+from echelon.planner.apply.auto import Choosing, find_saved, origin_of, refuse_company
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.apply.trial import find_trial
+from echelon.strategy import Auto, ParameterServer, Strategy
+from echelon.strategy.annotations.annotate import Marks, collect
+from echelon.strategy.annotations.slices import Slices
+from echelon.strategy.annotations.slices import current as current_cluster
+
+if TYPE_CHECKING:
+    from echelon.parameter_server.worker.session import Served
+    from echelon.tools.verify.observer import Witness
+
+
+def distribute(
+    model: nn.Module,
+    *given: Optimizers | Callable[..., Any] | Strategy | None,
+    optimizer: Optimizers | None = None,
+    loss: LossFunction | None = None,
+    scheduler: AnyScheduler | Sequence[AnyScheduler] | None = None,
+    strategy: Strategy | None = None,
+    plan: Plan | SavedPlan | str | Path | None = None,
+    cluster: Slices | None = None,
+    sample: Any = None,
+    checkpoint: Checkpoint | str | Path | None = None,
+    elastic: Elastic | None = None,
+    log: Log | None = None,
+    **unknown: Any,
+) -> Engine:
+    """Spread ``model`` over the processes of the job and return the engine that trains it.
+
+    model:      the torch module, the same on every process
+    given:      optimizer, loss and strategy may come without their names, in any order: their types tell them apart
+    optimizer:  one, or several as a list or a dict (then the loop is yours: ``backward`` and ``update``)
+    loss:       called as ``loss(output, target)``; ``None`` when the model returns its own loss
+    scheduler:  stepped once after every optimizer step; ``echelon.per_epoch(scheduler)``, after every epoch
+    strategy:   an ``echelon.Strategy``: sharding, mixed precision, gradient accumulation and more; by default plain
+                data parallelism with the fast path
+    plan:       a Plan to run instead of the one made from ``strategy``; or a saved plan, or the path of one
+    cluster:    which devices make up one copy of a model with marks; all of them, by default
+    sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch; with
+                ``auto`` the plan is found with it
+    checkpoint: where and how often to save by itself; training resumes from there with the same command. A path alone
+                is ``Checkpoint(dir=path)``
+    elastic:    what becomes of batch and learning rate when training goes on with another number of ranks; by default
+                it applies where the launcher lets hosts come and go (docs/elastic.md)
+    log:        an ``echelon.Log``: what the console shows and which files are written; by default a line per ten steps
+
+    >>> engine = echelon.distribute(model, optimizer, loss=F.cross_entropy, strategy=echelon.Strategy(shard=1))
+    >>> for x, y in engine.loader(dataset, global_batch=64):
+    ...     loss = engine.step(x, y)  # forward, backward and the optimizer's step
+    """
+    for name in unknown:
+        raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
+    optimizer, loss, strategy = sort_given(given, optimizer=optimizer, loss=loss, strategy=strategy)
+    check_types(model, optimizer, loss, strategy, plan, cluster, elastic, log)
+    checkpoint = as_checkpoint(checkpoint)
+    model, unwrapped = unwrap(model)
+    if PLAN_ONLY in os.environ:
+        from echelon.tools.plan_report.planning_engine import listen
+
+        said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
+        return listen(model, optimizer=optimizer, loss=loss, scheduler=scheduler, **said)  # type: ignore[no-any-return]
+    world = worlds.current()
+    check_model(model)
+    model.to(world.device)
+    make_local(model)
+    witness, trial = _witness(model, strategy), find_trial()
+    optimizers, asked = name_optimizers(optimizer), strategy or Strategy()
+    check_optimizers(optimizers)
+    served = _served(model, asked, optimizers, world)
+    world = _world_of(served, world)
+    terms = Terms(asked, collect(model), plan, cluster, elastic)
+    terms = terms if witness is None else witness.terms(terms)
+    settled = _settle(terms, world, model, loss, optimizers, served, found=trial is not None)
+    if trial is not None or witness is not None:  # it leaves no trace
+        checkpoint, log = None, Log(console=False)
+    choosing = _choosing(settled, world, model, loss, optimizers)
+    engine = Engine(
+        *(world, Groups(world.backend), model, loss, optimizers, listed(scheduler), settled.plan, settled.marks),
+        *(checkpoint, log or Log(), served, choosing, settled.rule, trial),
+    )
+    engine.record.settings(strategy_settings(settled.strategy))
+    report(world)
+    for line in filter(None, (unwrapped, settled.reshaped)):
+        engine.say(line)
+    batch = None if sample is None else as_batch((sample,), {}, world.device)
+    _begin(engine, choosing, settled, terms.plan, batch)
+    engine.resume()
+    if served is not None:
+        served.begin()
+    if trial is None and (checkpoint is not None or _copies(served)):
+        engine.heed_signals()
+    return engine if witness is None else witness.attend(engine)
+
+
+_OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("given", "unknown", "return"))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is gone by on this number of ranks.
+
+    plan:     made from strategy and marks; where another one is ``saved`` or to be found, until then
+    reshaped: a line where ranks do not make the shape that was asked for
+    """
+
+    strategy: Strategy
+    marks: Marks
+    plan: Plan
+    saved: SavedPlan | None
+    rule: Elastic | None
+    reshaped: str | None
+
+
+def _settle(
+    terms: Terms,
+    world: World,
+    model: nn.Module,
+    loss: LossFunction | None,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    served: Served | None,
+    found: bool,
+) -> Settled:
+    """``found``: the plan is a candidate that is tried."""
+    asked, marks, saved, here = terms.strategy, terms.marks, find_saved(terms.plan), world.place.local_world_size
+    found = found or saved is not None or bool(asked.auto)
+    if found:
+        refuse_company(asked, marks, terms.cluster, served is not None, planned=saved is not None)
+    rule = rule_in_force(terms.elastic, by_servers=served is not None and served.dense)
+    marks, slices, reshaped = fitted(rule, marks, terms.cluster or current_cluster(), world.size, here)
+    plan = make_plan(model, optimizers, asked, world.size, here, marks, slices)
+    if not found:  # plans that are found say it themselves
+        plan = quickened(plan, asked, world, model, optimizers, served is not None, loss)
+    return Settled(asked, marks, plan, saved, rule, reshaped)
+
+
+def _choosing(
+    settled: Settled,
+    world: World,
+    model: nn.Module,
+    loss: LossFunction | None,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> Choosing:
+    auto = _described(settled.strategy.part(Auto), settled.rule, world.size)
+    return Choosing(auto, world, model, loss, optimizers, asked_of(settled.strategy) is not OFF)
+
+
+def _begin(engine: Engine, choosing: Choosing, settled: Settled, given: Any, batch: Any) -> None:
+    """Have the engine go by its plan; with ``auto`` and no batch yet it begins with the first one."""
+    if engine.trial is not None:
+        choosing.run(engine, engine.trial.candidate, batch)
+    elif settled.saved is not None:
+        choosing.run(engine, settled.saved, batch, origin_of(given))
+    elif settled.strategy.auto is None:
+        engine.begin(_checked(given, settled.plan) if isinstance(given, Plan) else settled.plan, settled.marks, batch)
+        _say_what_is_idle(engine, settled.strategy)
+    elif batch is not None:
+        choosing.by_sample(engine, batch)
+
+
+def _witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
+    """Who looks on, in a process that ``echelon verify`` has started."""
+    if VERIFY not in os.environ:
+        return None
+    from echelon.tools.verify.attach import find_witness
+
+    return find_witness(model, strategy)
+
+
+def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | None:
+    """With other ranks than the cluster was described with, the plan is found for the devices that are there."""
+    if auto is None or auto.cluster is None or rule is None:
+        return auto
+    from echelon.planner.cluster.cluster import Cluster
+
+    return auto if Cluster.parse(auto.cluster).size == ranks else dataclasses.replace(auto, cluster=None)
+
+
+def _copies(served: Served | None) -> bool:
+    """Whether ranks keep copies of their state with their launchers; servers keep that of their workers."""
+    return whole_number(os.environ, COPIES, 0) > 0 and not (served is not None and served.dense)
+
+
+def _say_what_is_idle(engine: Engine, asked: Strategy) -> None:
+    if engine.world.size > 1 and asked.shard and engine.plan.shard is None:
+        engine.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
+
+
+def _served(
+    model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
+) -> Served | None:
+    """What trains on parameter servers, when the job has them or the model has sparse tables."""
+    asked = strategy.part(ParameterServer)
+    if asked is None and world.role.role == "alone" and not _has_tables(model):
+        return None
+    if world.role.role == "alone" and world.size > 1:
+        raise UsageError(
+            f"this job has {world.size} processes and no parameter servers, which "
+            f"{'ps' if asked else 'a SparseEmbedding'} needs; start it with 'echelon run --servers 1 --workers "
+            f"{world.size} ...'"
+        )
+    from echelon.parameter_server.worker.session import Served
+
+    served = Served(asked or ParameterServer(), world.role, world.seed, model, world.device)
+    if served.dense and len(optimizers) > 1:
+        raise UsageError("servers step with one optimizer; give one, or ParameterServer(dense='allreduce')")
+    return served
+
+
+def _has_tables(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseEmbedding) for module in model.modules())
+
+
+def _world_of(served: Served | None, world: World) -> World:
+    """Workers whose dense parameters live on servers each train alone; others of a job with servers come together."""
+    if served is None or not served.remote:
+        return world
+    if served.dense:
+        alone = dataclasses.replace(world.place, rank=0, world_size=1, local_rank=0, local_world_size=1)
+        return dataclasses.replace(world, place=alone)
+    return worlds.bind()
+
+
+def _checked(given: Plan, made: Plan) -> Plan:
+    if given.ranks != made.ranks:
+        raise UsageError(f"the plan is for {given.ranks} ranks, this job has {made.ranks}; start it with that many")
+    if given.model != made.model:
+        raise UsageError("the plan was made for another model; make it anew")
+    return given

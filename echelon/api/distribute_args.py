@@ -1,0 +1,23 @@
+"""What ``distribute()`` goes by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.engine.elastic import Elastic
+from echelon.plan import Plan
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.strategy import Strategy
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.slices import Slices
+
+
+class Terms(NamedTuple):
+    """What was asked for, by the script and by the model's marks."""
+
+    strategy: Strategy
+    marks: Marks
+    plan: Plan | SavedPlan | str | Path | None
+    cluster: Slices | None
+    elastic: Elastic | None

@@ -1,0 +1,352 @@
+"""``launch(fn, procs=2)``: a function on several processes of one job, from a notebook or from any Python session.
+
+Processes are forked, so that functions of cells, and the data they close over, are simply there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import inspect
+import multiprocessing.util
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from echelon.base.environment import AGENT_STORE, LAUNCHED, LOOPBACK, RESTART_COUNT
+from echelon.base.errors import EchelonError, UsageError
+from echelon.base.user_traceback import format_error
+from echelon.distributed import world
+
+#: Seconds within which a rank that only followed another's failure may be overtaken by the true culprit.
+LINGER = 1.0
+#: Frames of this file between a rank's beginning and the user's function.
+OURS = 2
+#: What is kept of what a rank prints, rank 0 aside, to be shown when it fails.
+KEPT = 64 * 1024
+
+
+class LaunchError(EchelonError):
+    """A rank of ``launch`` raised or died."""
+
+
+def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named: Any) -> list[Any]:
+    """Call ``fn(*args, **named)`` on ``procs`` processes of one job and return what each returned, in rank order.
+
+    procs: one for each GPU, or 2, where it is left out
+
+    Rank 0's output appears here. When a rank fails the others are ended, and its traceback is in the error. Each rank
+    computes with one thread.
+    """
+    count = procs if procs is not None else max(2, torch.cuda.device_count())
+    _refuse(count)
+    _refuse_call(fn, args, named)
+    with socket.create_server((LOOPBACK, 0)) as listener, _ended_in_any_case() as ranks:
+        for rank in range(count):
+            with _uninterrupted(), _collected_by_the_caller_alone():
+                ranks.append(_start(rank, count, listener, lambda: fn(*args, **named)))
+        store = TCPStore(
+            *(LOOPBACK, listener.getsockname()[1]),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=world.DEFAULT_TIMEOUT),
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+        results = _follow(ranks)
+        del store  # it served until the last rank was done
+    return results
+
+
+def _refuse_call(fn: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if not callable(fn):
+        raise UsageError(f"launch({fn!r}): give a function, and its arguments after it")
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of some built-in functions nothing is known
+        return
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        name = getattr(fn, "__name__", "the function")
+        raise UsageError(f"launch(): {name}{signature} does not take these arguments: {error}") from None
+
+
+def _refuse(procs: int) -> None:
+    if type(procs) is not int or procs < 1:
+        raise UsageError(f"launch(procs={procs!r}): give a whole number, 1 or more")
+    if sys.platform != "linux":
+        raise UsageError(f"launch() forks processes, which is safe on Linux alone, and this is {sys.platform}")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            "launch() forks this process, and a GPU that is in use here cannot be used by its children; restart the "
+            "kernel and make tensors and models on the GPU only inside the function"
+        )
+    if (world.is_initialized() and world.current().size > 1) or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("launch() was called on a rank of a job; call it from a process of its own")
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int
+    result: Connection
+    output: Connection
+    printed: bytearray = field(default_factory=bytearray)
+    letters: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf8")("replace"))
+    ended: _End | None = None
+
+
+@dataclass(frozen=True)
+class _End:
+    value: Any = None
+    error: str | None = None
+    time: float = 0.0
+
+
+# ---- in the rank ----
+
+
+def _start(number: int, count: int, listener: socket.socket, call: Callable[[], Any]) -> _Rank:
+    result, telling = Pipe(duplex=False)
+    output, printing = Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():  # other threads may hold locks: ranks use none of the parent's streams and pools
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        result.close()
+        _be(number, count, parent, listener, telling, printing, call)
+    telling.close()
+    printing.close()
+    return _Rank(number, pid, result, output)
+
+
+def _be(
+    number: int,
+    count: int,
+    parent: int,
+    listener: socket.socket,
+    telling: Connection,
+    printing: Connection,
+    call: Callable[[], Any],
+) -> NoReturn:
+    """The whole life of a rank; it never returns into the caller's program."""
+    code = 1
+    try:
+        _die_with(parent)
+        _inherit_no_exit_handlers()
+        _direct_output(printing)
+        _take_place(number, count, listener)
+        end = _called(call)
+        code = 1 if end.error else 0
+        sys.stdout.flush()
+        telling.send_bytes(pickle.dumps((end.value, end.error, end.time)))
+        if not code:
+            atexit._run_exitfuncs()
+    finally:
+        os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's interrupt ends all of them together
+
+
+def _direct_output(printing: Connection) -> None:
+    """Into the pipe, also what is not Python's. A notebook's own streams belong to threads that were not forked."""
+    for number in (1, 2):
+        os.dup2(printing.fileno(), number)
+    faulthandler.enable(1)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stdout
+    setattr(sys, "__stdout__", sys.stdout)  # noqa: B010 - a progress bar writes there; "final" to type checkers
+
+
+def _take_place(number: int, count: int, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    listener.close()
+    values = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
+    store = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, AGENT_STORE: True}
+    for name, value in {**values, **store, LAUNCHED: True}.items():
+        os.environ[name] = str(value)
+    os.environ.pop(RESTART_COUNT, None)
+    world.forget()
+    gc.enable()
+    torch.set_num_threads(1)  # the threads of the parent's pool were not forked, and waiting for them would not end
+
+
+def _called(call: Callable[[], Any]) -> _End:
+    try:
+        value = call()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return _End()
+        return _End(error=_told(error), time=time.time())
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        kind = type(value).__name__
+        what = f"it returned {kind}, which cannot be sent back ({error}); return numbers, dicts or tensors on the CPU"
+        return _End(error=what, time=time.time())
+    return _End(value)
+
+
+def _told(error: BaseException) -> str:
+    """From the user's function on: the frames above are ours."""
+    above = error.__traceback__
+    for _ in range(OURS):
+        above = above.tb_next if above is not None else None
+    return format_error(error, above).rstrip().removeprefix("echelon: ")
+
+
+def _inherit_no_exit_handlers() -> None:
+    """The caller's are not ours to run: a notebook saves its history there. Loaders' workers need multiprocessing's."""
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
+# ---- in the caller ----
+
+
+@contextlib.contextmanager
+def _ended_in_any_case() -> Iterator[list[_Rank]]:
+    """No process outlives the call, whether it returns, raises or is interrupted."""
+    ranks: list[_Rank] = []
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank.pid, 0)
+            rank.result.close()
+            rank.output.close()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interrupt between a fork and our taking note of it would leave a process that nobody ends: it comes after."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # none of ours comes here
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _collected_by_the_caller_alone() -> Iterator[None]:
+    """Freeze the heap around a fork, so that a rank never collects objects of the caller.
+
+    A destructor that joins a thread (a process group, an RPC client) hangs or crashes in a process that was forked
+    without the thread. Frozen pages also stay shared.
+    """
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _follow(ranks: list[_Rank]) -> list[Any]:
+    """Show what rank 0 prints until all have returned, or one has failed."""
+    deadline: float | None = None
+    sources: dict[Any, _Rank] = {end: rank for rank in ranks for end in (rank.result, rank.output)}
+    while sources:
+        limit = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(sources), limit)
+        if not ready:
+            break
+        for source in ready:
+            if not _take(sources[source], source):
+                del sources[source]
+        if deadline is None and (all(rank.ended for rank in ranks) or any(_failed(rank) for rank in ranks)):
+            deadline = time.monotonic() + LINGER
+    _raise_first(ranks)
+    return [rank.ended.value if rank.ended else None for rank in ranks]
+
+
+def _take(rank: _Rank, source: Any) -> bool:
+    """Whether more may come from there."""
+    if source is rank.output:
+        data = os.read(source.fileno(), 1 << 16)
+        _show(rank, data)
+        return bool(data)
+    try:
+        told = source.recv_bytes()
+    except (EOFError, OSError):  # it is gone, before what it had to tell or within it
+        rank.ended = rank.ended or _End(error=_death(rank))  # no echo of another's, so the first
+        return False
+    rank.ended = _unpacked(told)
+    return True
+
+
+def _unpacked(told: bytes) -> _End:
+    try:
+        return _End(*pickle.loads(told))  # from our own child
+    except Exception as error:
+        what = f"what it returned cannot be put together again here ({type(error).__name__}: {error})"
+        return _End(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
+
+
+def _show(rank: _Rank, data: bytes) -> None:
+    if rank.number == 0:
+        sys.stdout.write(rank.letters.decode(data, final=not data))  # a read may end within a letter
+        sys.stdout.flush()
+    else:
+        rank.printed = (rank.printed + data)[-KEPT:]
+
+
+def _death(rank: _Rank) -> str:
+    _, status = os.waitpid(rank.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+
+def _failed(rank: _Rank) -> bool:
+    return rank.ended is not None and rank.ended.error is not None
+
+
+def _raise_first(ranks: list[_Rank]) -> None:
+    failed = [rank for rank in ranks if _failed(rank)]
+    if not failed:
+        return
+    first = min(failed, key=lambda rank: rank.ended.time if rank.ended else 0.0)
+    assert first.ended is not None
+    said = first.printed.decode(errors="replace").rstrip()
+    told = f"rank {first.number} of {len(ranks)} failed: {first.ended.error}"
+    raise LaunchError(f"{told}\nwhat it had printed:\n{said}" if said else told)

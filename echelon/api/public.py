@@ -1,0 +1,110 @@
+"""The public names: what ``echelon.X`` and ``from echelon import X`` give, when the first of them is asked for."""
+
+from echelon.api.distribute import distribute
+from echelon.api.launch import LaunchError, launch
+from echelon.base.errors import EchelonError
+from echelon.base.user_traceback import install_hook
+from echelon.checkpoint.checkpoint_settings import Checkpoint
+from echelon.data.schedule_length import steps
+from echelon.distributed.main_process import is_main_process, main_process_first
+from echelon.distributed.world import (
+    barrier,
+    device,
+    init,
+    is_first_worker,
+    is_server,
+    is_worker,
+    local_rank,
+    node_rank,
+    rank,
+    server_endpoints,
+    server_num,
+    shutdown,
+    worker_endpoints,
+    worker_index,
+    worker_num,
+    world_size,
+)
+from echelon.engine.elastic import Elastic
+from echelon.engine.engine import Engine
+from echelon.engine.lr_schedules import per_epoch
+from echelon.observability.metrics import Log
+from echelon.plan import Plan
+from echelon.strategy import (
+    AdaptiveLocalSgd,
+    Amp,
+    Auto,
+    Dgc,
+    Fast,
+    Lamb,
+    Lars,
+    Lean,
+    LocalSgd,
+    LrScaling,
+    Outer,
+    ParameterServer,
+    Recompute,
+    Reduction,
+    Shard,
+    Strategy,
+)
+from echelon.strategy.annotations.annotate import annotate, pipeline, replicate, set_default, split, stage
+from echelon.strategy.annotations.slices import Slices, cluster
+
+__all__ = [
+    "AdaptiveLocalSgd",
+    "Amp",
+    "Auto",
+    "Checkpoint",
+    "Dgc",
+    "EchelonError",
+    "Elastic",
+    "Engine",
+    "Fast",
+    "Lamb",
+    "Lars",
+    "LaunchError",
+    "Lean",
+    "LocalSgd",
+    "Log",
+    "LrScaling",
+    "Outer",
+    "ParameterServer",
+    "Plan",
+    "Recompute",
+    "Reduction",
+    "Shard",
+    "Slices",
+    "Strategy",
+    "annotate",
+    "barrier",
+    "cluster",
+    "device",
+    "distribute",
+    "init",
+    "is_first_worker",
+    "is_main_process",
+    "is_server",
+    "is_worker",
+    "launch",
+    "local_rank",
+    "main_process_first",
+    "node_rank",
+    "per_epoch",
+    "pipeline",
+    "rank",
+    "replicate",
+    "server_endpoints",
+    "server_num",
+    "set_default",
+    "shutdown",
+    "split",
+    "stage",
+    "steps",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+    "world_size",
+]
+
+install_hook()  # a mistake before init(), too, is one line

@@ -1,0 +1,189 @@
+"""This host's addresses, network interfaces and ports."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import random
+import socket
+import struct
+from dataclasses import dataclass
+
+from echelon.base.environment import LOOPBACK
+from echelon.base.errors import EchelonError, UsageError
+
+#: Ports to be listened on later: below those that the kernel deals out, apart from those that jobs agree on (port_for).
+LATER = range(15000, 20000)
+
+_SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8915, 0x8913, 0x8921, 0x8946
+_IFF_UP = 0x1
+_ETHTOOL_GSET, _UNKNOWN_SPEED = 0x1, 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network interface; ``speed`` in Mb/s, ``None`` for what cannot be told."""
+
+    name: str
+    address: str | None
+    up: bool
+    mtu: int | None
+    speed: int | None
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way to an address: through which interface, and ``None`` or the gateway on the way."""
+
+    interface: str
+    gateway: str | None
+
+
+def nics() -> list[Nic]:
+    """All of this host. The kernel is asked, not /sys, which shows the network namespace that mounted it."""
+    return [Nic(name, address_of(name), _is_up(name), _mtu(name), _speed(name)) for name in interfaces()]
+
+
+def route_to(address: str, table: str) -> Route | None:
+    """The route to an IPv4 address by the kernel's table (/proc/net/route): the longest prefix, then the metric."""
+    wanted, found = int(ipaddress.IPv4Address(address)), []
+    for line in table.splitlines()[1:]:
+        words = line.split()
+        target, gateway, mask = (socket.ntohl(int(words[column], 16)) for column in (1, 2, 7))
+        if wanted & mask == target:
+            found.append((-mask.bit_count(), int(words[6]), words[0], gateway))
+    if not found:
+        return None
+    _, _, interface, gateway = min(found)
+    return Route(interface, str(ipaddress.IPv4Address(gateway)) if gateway else None)
+
+
+def own_name_address() -> str | None:
+    """What this host's own name resolves to, ``None`` for nothing: Gloo's choice where nothing else is said."""
+    try:
+        return resolve(socket.gethostname())
+    except UsageError:
+        return None
+
+
+def _asked(question: int, request: bytes) -> bytes | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return fcntl.ioctl(probe, question, request)
+        except OSError:
+            return None
+
+
+def _is_up(interface: str) -> bool:
+    answer = _asked(_SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
+    return answer is not None and bool(struct.unpack_from("H", answer, 16)[0] & _IFF_UP)
+
+
+def _mtu(interface: str) -> int | None:
+    answer = _asked(_SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+    return None if answer is None else int(struct.unpack_from("i", answer, 16)[0])
+
+
+def _speed(interface: str) -> int | None:
+    """``struct ethtool_cmd`` has it in two halves, at bytes 12 and 28."""
+    command = array.array("B", struct.pack("I40x", _ETHTOOL_GSET))
+    request = struct.pack("16sP16x", interface.encode()[:15], command.buffer_info()[0])
+    if _asked(_SIOCETHTOOL, request) is None:
+        return None
+    low, high = struct.unpack_from("H", command, 12)[0], struct.unpack_from("H", command, 28)[0]
+    speed = int(low) | int(high) << 16
+    return None if speed in (0, 0xFFFF, _UNKNOWN_SPEED) else speed
+
+
+def interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def address_of(interface: str) -> str | None:
+    """The interface's IPv4 address; ``None`` when it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def interface_with(address: str) -> str | None:
+    """The interface that carries ``address``; ``None`` when that cannot be told."""
+    if address.startswith("127."):
+        address = LOOPBACK
+    return next((name for name in interfaces() if address_of(name) == address), None)
+
+
+def resolve(host: str, option: str = "--master") -> str:
+    """The numeric address of ``host``, IPv4 where there is one."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"{option} names the host '{host}', which has no address: {error.strerror}") from None
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def is_local(address: str) -> bool:
+    """Whether ``address`` belongs to this host: only then can a socket be bound to it."""
+    try:
+        with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def address_towards(address: str, port: int) -> str:
+    """The address by which this host is seen from ``address``. Nothing is sent."""
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError as error:
+            raise UsageError(f"--master {address}:{port} cannot be reached: {error.strerror}") from None
+        return str(probe.getsockname()[0])
+
+
+def listen(address: str, port: int) -> socket.socket:
+    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def answers(address: str, port: int, timeout: float) -> bool:
+    """Whether somebody accepts connections there."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=timeout):
+        return True
+    return False
+
+
+def free_ports(address: str, count: int) -> list[int]:
+    """Ports that were free a moment ago, all different, for processes that will listen there: until they do, which
+    may take seconds, the kernel gives none of them to anybody who asks for any."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(LATER, len(LATER)):  # a seed of the user's would be the same everywhere
+        if len(found) == count:
+            return found
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
+            probe.bind((address, port))
+            found.append(port)
+    raise EchelonError(f"{count} free ports were looked for at {address} between {LATER[0]} and {LATER[-1]}; free some")
+
+
+def endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

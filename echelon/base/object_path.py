@@ -1,0 +1,90 @@
+"""Objects by their place: ``package.module:name`` or ``path/to/file.py:name``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from echelon.base.errors import EchelonError, UsageError, nearest
+
+
+def callable_at(place: str, option: str) -> Callable[..., Any]:
+    """What ``place`` names; ``option`` is what errors call it."""
+    found, source, module = _object_at(place, option)
+    if not callable(found):
+        raise _none_there(place, option, source, module)
+    return found  # type: ignore[no-any-return]
+
+
+def object_at(place: str, option: str) -> Any:
+    """Return what ``place`` names, callable or not."""
+    found, source, module = _object_at(place, option)
+    if found is None:
+        raise _none_there(place, option, source, module)
+    return found
+
+
+def _none_there(place: str, option: str, source: str, module: ModuleType) -> UsageError:
+    name = place.rpartition(":")[2]
+    known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    return UsageError(f"{option}: there is no callable '{name}' in {source}{nearest(name, known)}")
+
+
+def _object_at(place: str, option: str) -> tuple[Any, str, ModuleType]:
+    source, _, name = place.rpartition(":")
+    if not source or not name:
+        raise UsageError(f"{option} '{place}' names no callable; write package.module:callable or file.py:callable")
+    try:
+        module = _from_file(Path(source), option) if source.endswith(".py") else _from_package(source, option)
+    except EchelonError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{option} '{place}' failed with {reason}") from error
+    return getattr(module, name, None), source, module
+
+
+def _from_file(path: Path, option: str) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"{option}: no file at '{path}'")
+    sys.path.insert(0, str(path.parent.resolve()))  # as python does for a script: its neighbours can be imported
+    name = _module_name(path)
+    known, written = sys.modules.get(name), (str(path.resolve()), path.stat().st_mtime_ns)
+    if known is not None and getattr(known, "_echelon_read_from", None) == written:
+        return known  # model and data set of one file share its classes
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    module._echelon_read_from = written  # type: ignore[attr-defined]
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's stem, under which a loader's workers can import it too; another where a module has it already.
+
+    The file may be called types.py.
+    """
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve():
+            return path.stem
+    return f"_model_of_{path.stem}"
+
+
+def _from_package(name: str, option: str) -> ModuleType:
+    sys.path.insert(0, "")  # the directory one is in, as under python -m
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"{option}: no module '{name}'; a file is written with its .py") from None
+        raise

@@ -1,0 +1,248 @@
+"""Connections that a launcher passes on: one thread carries them all, whatever the ends do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from echelon.base.job_secret import PATIENCE, Proof, Stranger
+
+#: Bytes of a caller that are read before it has proven itself: enough for the proof
+KEPT = 1024
+#: Seconds of silence, then probes and their distance: a cut link is noticed after 25 s.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+
+T = TypeVar("T")
+
+
+@functools.cache
+def loop() -> asyncio.AbstractEventLoop:
+    carrier = asyncio.new_event_loop()
+    threading.Thread(target=carrier.run_forever, name="echelon-pipes", daemon=True).start()
+    return carrier
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """Done by the thread of pipes, for any other thread."""
+    return asyncio.run_coroutine_threadsafe(work, loop()).result()
+
+
+class End(asyncio.Protocol):
+    """One connection. What comes is kept for ``converse`` until the end is joined to another, then goes on to that."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+        self._news = asyncio.Event()
+        self._ended = False
+        self._sink: End | None = None
+        self.lost = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport
+
+    @classmethod
+    async def accepted(cls, caller: socket.socket, tls: ssl.SSLContext | None = None) -> End:
+        _, end = await asyncio.get_running_loop().connect_accepted_socket(
+            cls, caller, ssl=tls, ssl_handshake_timeout=PATIENCE if tls else None
+        )
+        return end
+
+    @classmethod
+    async def called(cls, address: str, port: int, tls: ssl.SSLContext | None = None) -> End:
+        _, end = await asyncio.get_running_loop().create_connection(
+            cls, address, port, ssl=tls, server_hostname=address if tls else None
+        )
+        stay_alert(end.transport.get_extra_info("socket"))
+        return end
+
+    async def converse(self, proof: Proof) -> None:
+        """Raises ``Stranger`` within ``PATIENCE`` unless the other end proves itself."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                say, wanted = next(proof)
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        self.transport.write(say)
+                        say, wanted = proof.send(await self._receive(wanted))
+        except TimeoutError:
+            raise Stranger(f"it did not answer within {PATIENCE:g} s") from None
+
+    async def _receive(self, count: int) -> bytes:
+        while len(self._kept) < count:
+            if self._ended:
+                raise Stranger("it hung up")
+            self._news.clear()
+            await self._news.wait()
+        found = bytes(self._kept[:count])
+        del self._kept[:count]
+        return found
+
+    def pass_on_to(self, sink: End) -> None:
+        self._sink = sink
+        sink.transport.write(bytes(self._kept))
+        self._kept.clear()
+        self.transport.resume_reading()
+        if self._ended:
+            sink.say_farewell()
+
+    def say_farewell(self) -> None:
+        """The other side of the pipe has nothing more to say."""
+        if self._ended or not self.transport.can_write_eof():  # TLS cannot end one direction only
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+
+    # What asyncio tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._sink.transport.write(data)
+            return
+        self._kept += data
+        if len(self._kept) > KEPT:
+            self.transport.pause_reading()
+        self._news.set()
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        self._news.set()
+        if self._sink is not None:
+            self._sink.say_farewell()
+        return self.transport.can_write_eof()  # whether we may still have something to say
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self._news.set()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        if self._sink is not None:
+            self._sink.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._sink is not None:
+            self._sink.transport.resume_reading()
+
+
+def stay_alert(connection: socket.socket) -> None:
+    """A host that vanished says no farewell; ask now and then whether it is still there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them all
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def join(one: End, other: End) -> None:
+    """Pass on what either says until both have ended, or one is lost."""
+    one.pass_on_to(other)
+    other.pass_on_to(one)
+    try:
+        await asyncio.wait([one.lost, other.lost], return_when=asyncio.FIRST_COMPLETED)
+    finally:  # what was said before the end is still delivered
+        one.transport.close()
+        other.transport.close()
+
+
+class Door:
+    """A listening socket; ``receive`` sees to every caller. ``at_most``: callers that ``know`` has not been called for.
+
+    When more come, the one that has waited longest goes: whoever knows what to say has said it long before.
+    """
+
+    def __init__(self, listener: socket.socket, receive: Callable[[socket.socket], Coroutine[Any, Any, None]],
+                 at_most: int) -> None:  # fmt: skip
+        listener.setblocking(False)
+        self.port = int(listener.getsockname()[1])
+        self.callers = 0
+        self._listener, self._receive, self._at_most = listener, receive, at_most
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._busy: set[asyncio.Task[Any]] = set()
+        loop().call_soon_threadsafe(self._open)
+
+    def know(self) -> None:
+        """Called by ``receive``: this caller may stay."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.pop(task, None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it was used, and is not any more."""
+        return self.callers > 0 and not self._busy
+
+    def close(self) -> None:
+        """From any thread. Callers that are inside stay."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop().call_soon_threadsafe(self._shut)
+
+    def _open(self) -> None:
+        if self._listener.fileno() >= 0:
+            loop().add_reader(self._listener, self._answer)
+
+    def _shut(self) -> None:
+        loop().remove_reader(self._listener)
+        self._listener.close()
+
+    def _answer(self) -> None:
+        try:
+            caller, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptors left: some will be again
+            loop().remove_reader(self._listener)
+            loop().call_later(0.1, self._open)
+            return
+        self._let_in(caller)
+
+    def _let_in(self, caller: socket.socket) -> None:
+        self.callers += 1
+        task = loop().create_task(self._tend(caller))
+        self._strangers[task] = None
+        self._busy.add(task)
+        task.add_done_callback(self._let_out)
+        if len(self._strangers) > self._at_most:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+
+    async def _tend(self, caller: socket.socket) -> None:
+        try:
+            await self._receive(caller)
+        except (OSError, Stranger):  # what went wrong with one caller is nobody else's concern
+            caller.close()
+        except BaseException:
+            caller.close()
+            raise
+
+    def _let_out(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._busy.discard(task)
+
+
+def is_ours(caller: socket.socket) -> bool:
+    """Whether a process of our own user holds the other end of a connection over loopback.
+
+    Only a living connection tells: one that was closed at once belongs to nobody.
+    """
+    tables = [table for table in ("/proc/net/tcp", "/proc/net/tcp6") if os.access(table, os.R_OK)]
+    try:
+        theirs, ours = (f"0100007F:{end[1]:04X}" for end in (caller.getpeername(), caller.getsockname()))
+    except OSError:
+        return False
+    for table in tables:
+        with open(table) as lines:
+            for line in lines:
+                near, far, state, _, _, _, owner = line.split()[1:8]
+                if near.endswith(theirs) and far.endswith(ours) and state == "01":
+                    return int(owner) == os.getuid()
+    return not tables  # where the system has no such list, nothing can be told

@@ -1,0 +1,71 @@
+"""TLS between launchers, by the files that parameter servers use: ECHELON_PS_CERT, _KEY, _CA and _CLIENT_CA.
+
+Names in certificates are not looked at. Instead the proof of the secret covers the very certificate that was shown, so
+that nobody between two hosts can pass on the one's proof to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.base.errors import UsageError
+from echelon.base.security import Security
+
+
+def called_side(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
+    """What a gate speaks; ``None``: no TLS."""
+    files = Security.from_environment(env)
+    if files.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, files)
+    if files.client_authority is not None:
+        _trust(context, files.client_authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def callers_side(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
+    """What a tunnel speaks; ``None``: no TLS."""
+    files = Security.from_environment(env)
+    if files.authority is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    _trust(context, files.authority)
+    if files.certificate is not None:
+        _load(context, files)
+    return context
+
+
+def shown_by_us(env: Mapping[str, str] | None = None) -> bytes:
+    """The fingerprint of the certificate that our gate shows; empty without TLS."""
+    path = Security.from_environment(env).certificate
+    if path is None:
+        return b""
+    first, end, _ = path.read_text().partition(ssl.PEM_FOOTER)
+    return fingerprint(ssl.PEM_cert_to_DER_cert(first[first.index(ssl.PEM_HEADER) :] + end))
+
+
+def fingerprint(certificate: bytes | None) -> bytes:
+    return hashlib.sha256(certificate).digest() if certificate else b""
+
+
+def _load(context: ssl.SSLContext, files: Security) -> None:
+    try:
+        context.load_cert_chain(str(files.certificate), str(files.key))
+    except OSError as error:
+        raise UsageError(
+            f"'{files.certificate}' and '{files.key}' cannot be used for TLS ({error}); they must be a certificate and "
+            "its key, as PEM files"
+        ) from None
+
+
+def _trust(context: ssl.SSLContext, authority: Path) -> None:
+    try:
+        context.load_verify_locations(str(authority))
+    except OSError as error:
+        raise UsageError(f"'{authority}' cannot be used for TLS ({error}); it must hold certificates (PEM)") from None

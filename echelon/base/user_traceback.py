@@ -1,0 +1,214 @@
+"""Errors as the user sees them: one line with the place in the user's code, or a traceback without our frames.
+
+An error of ours ends with the user's innermost frame: ``distribute() has no option 'lss' ... (train.py:41)``. Of other
+errors the traceback keeps the user's frames and the last one; frames of echelon and torch between them are counted.
+``ECHELON_TRACEBACK=1``, or ``echelon run --traceback``, shows everything.
+
+Nothing but the standard library is imported here: the launcher's worker.py asks for it when a script fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from types import FrameType, TracebackType
+from typing import Any
+
+from echelon.base.environment import TRACEBACK
+from echelon.base.errors import EchelonError
+
+_ECHELON = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+#: Folders of packages that were installed, wherever they are.
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+#: Of an error that another process has told, as with ``echelon.launch``.
+_ENDS_WITH_PLACE = re.compile(r"\(\S+:\d+\)$")
+
+
+def is_full_wanted() -> bool:
+    """Return True if tracebacks are to be shown whole."""
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message with the user's innermost frame at the end of its first line."""
+    first, newline, rest = str(error).partition("\n")
+    place = "" if _ENDS_WITH_PLACE.search(first) else place_of(error)
+    return f"{first}{in_brackets(place)}{newline}{rest}"
+
+
+def in_brackets(place: str) -> str:
+    """Return `` (train.py:41)``, as it follows a message."""
+    return f" ({place})" if place else ""
+
+
+def format_error(error: BaseException, trace: TracebackType | None = None) -> str:
+    """Return all that is printed of an error that ended a script.
+
+    trace: where the traceback begins, if that is not the error's own first frame
+    """
+    trace = trace or error.__traceback__
+    if isinstance(error, EchelonError):
+        whole = "".join(traceback.format_exception(type(error), error, trace)) if is_full_wanted() else ""
+        return f"{whole}echelon: {one_line(error)}\n"
+    told = traceback.TracebackException(type(error), error, trace)
+    if not is_full_wanted():
+        _shorten(told, set())
+    hint = _hint(error, trace)
+    return "".join(told.format()) + (f"echelon: {hint}\n" if hint else "")
+
+
+def place_of(error: BaseException | None) -> str:
+    """Return the place of the error, or else that of the error that it was made of."""
+    while error is not None:
+        if place := user_place(error.__traceback__):
+            return place
+        error = error.__cause__
+    return ""
+
+
+def user_place(trace: TracebackType | None) -> str:
+    """Return ``train.py:41`` of the user's innermost frame; '' if the traceback has none."""
+    frames = list(traceback.walk_tb(trace))
+    theirs = [each for each in frames if _is_users(each[0])] or [each for each in frames if _is_main(each[0])]
+    if not theirs:
+        return ""
+    frame, line = theirs[-1]
+    return f"{_short(frame.f_code.co_filename)}:{line}"
+
+
+def install_hook() -> None:
+    """Have the interpreter print uncaught errors in this form; once is enough."""
+    previous = sys.excepthook
+    if getattr(previous, "is_echelons", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, EchelonError) or (previous is sys.__excepthook__ and _has_ours(error, trace)):
+            print(format_error(error, trace), end="", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    hook.is_echelons = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+# ---- whose frame it is ----
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    if name.startswith("<"):  # code that was generated; but the program of 'python -c' and cells are the user's
+        return _is_main(frame) and (frame.f_code.co_name == "<module>" or name.startswith("<ipython"))
+    return not (_is_echelons(name) or _is_torchs(name) or _is_library(name))
+
+
+def _is_main(frame: FrameType) -> bool:
+    """Return True for the program's own code, which may be an installed package's (``python -m package``)."""
+    return frame.f_globals.get("__name__") == "__main__" and not _is_echelons(frame.f_code.co_filename)
+
+
+def _is_echelons(filename: str) -> bool:
+    return filename.startswith(_ECHELON)
+
+
+def _is_torchs(filename: str) -> bool:
+    home = getattr(sys.modules.get("torch"), "__file__", None)
+    return home is not None and filename.startswith(os.path.dirname(home) + os.sep)
+
+
+def _is_library(filename: str) -> bool:
+    return any(part in filename for part in _INSTALLED) or filename.startswith(_library_folders())
+
+
+@cache
+def _library_folders() -> tuple[str, ...]:
+    """Return the folders of Python's own modules and of installed commands."""
+    return tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
+
+
+def _short(filename: str) -> str:
+    """Return the path as seen from the current directory, if it is below that."""
+    try:
+        here = os.getcwd() + os.sep
+    except FileNotFoundError:
+        return filename
+    return filename.removeprefix(here)
+
+
+# ---- tracebacks without our frames ----
+
+
+class _Shortened(traceback.StackSummary):
+    """Frames of a traceback, some of them replaced by a line that counts them."""
+
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **options: Any) -> str:
+        if frame_summary.filename:
+            return super().format_frame_summary(frame_summary, **options)
+        return f"  ... {frame_summary.name}\n"
+
+
+def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
+    """Leave frames out of an error and of all errors that led to it."""
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    told.stack = _Shortened(_without_ours(told.stack))
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if other is not None:
+            _shorten(other, seen)
+
+
+def _without_ours(frames: traceback.StackSummary) -> Iterator[traceback.FrameSummary]:
+    """Yield frames of others and the last one. An error inside echelon is for its authors: there all frames stay."""
+    ours = [_is_echelons(frame.filename) for frame in frames]
+    if not any(ours) or ours[-1]:
+        yield from frames
+        return
+    hidden, told = 0, False
+    for frame, is_last in zip(frames, [*[False] * (len(frames) - 1), True], strict=True):
+        if not is_last and (_is_echelons(frame.filename) or _is_torchs(frame.filename)):
+            hidden += 1
+            continue
+        if hidden:
+            yield traceback.FrameSummary("", 0, _hidden(hidden, told), lookup_line=False)
+            hidden, told = 0, True
+        yield frame
+
+
+def _hidden(count: int, told: bool) -> str:
+    frames = "1 frame" if count == 1 else f"{count} frames"
+    return f"{frames} of echelon and torch{'' if told else f' ({TRACEBACK}=1 shows them)'}"
+
+
+def _has_ours(error: BaseException, trace: TracebackType | None) -> bool:
+    """Return True if there is something to leave out or to add."""
+    frames = traceback.walk_tb(trace)
+    return bool(_hint(error, trace)) or any(_is_echelons(frame.f_code.co_filename) for frame, _ in frames)
+
+
+# ---- torch's errors that a mistake with an engine leads to ----
+
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+
+
+def _hint(error: BaseException, trace: TracebackType | None) -> str:
+    """Return a line for ``loss.backward()`` after ``engine.step()``; '' for every other error."""
+    if not isinstance(error, RuntimeError) or _NO_GRADIENT not in str(error) or not _has_stepped():
+        return ""
+    if any(_is_echelons(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace)):
+        return ""
+    return (
+        "engine.step() has done backward() and the optimizer's step already, and the loss that it returns has no "
+        f"gradient; leave backward() out{in_brackets(user_place(trace))}"
+    )
+
+
+def _has_stepped() -> bool:
+    activity = sys.modules.get("echelon.distributed.activity")
+    return activity is not None and activity.activity.steps > 0

@@ -1,0 +1,196 @@
+"""A claim on a checkpoint directory: one job at a time writes there, and a second one is told whose it is.
+
+The claim is a ``flock`` on ``DIR/.writer``, which names host and process. The kernel lets go of it when the process
+ends, however it ends, so a job that was killed leaves nothing behind that holds up the next. Readers do not ask for it.
+Where a file system has no locks, a line says so and training goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from echelon.base.environment import RESTART_COUNT
+from echelon.base.errors import CheckpointError
+from echelon.distributed.collectives import gather_json
+
+FILE = ".writer"
+#: Seconds that a holder has for its end: it may have been told to go, or be killed, a moment ago.
+PATIENCE = 5.0
+#: The same for a job that was started again: a file server needs up to 90 s to notice that a host is lost.
+PATIENCE_AFTER_RESTART = 120.0
+_LOOK = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that has a directory; pid 0 where it is not known."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}" if self.pid else "another process"
+
+
+class NoLocksError(Exception):
+    """The file system has none."""
+
+
+@dataclass
+class _Held:
+    handle: int
+    count: int
+
+
+_held: dict[str, _Held] = {}  # by directory: engines of one process share a claim
+
+
+class Claims:
+    """The directories that an engine writes into. All ranks ask together; the one that ``writes`` has the locks."""
+
+    def __init__(self, group: dist.ProcessGroup | None, writes: bool) -> None:
+        self._group, self.writes = group, writes
+        self.say: Callable[[str], None] = lambda line: None
+        self._taken: set[Path] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._taken)
+
+    def take(self, directory: Path) -> None:
+        """Let no other job write there; raise, on all ranks alike, where one does already."""
+        if directory in self._taken:
+            return
+        restarted = os.environ.get(RESTART_COUNT, "0") != "0"
+        refused = claim(directory, restarted, self.say) if self.writes else None
+        if self._group is not None:
+            refused = next(filter(None, gather_json(refused, self._group)), None)
+        if refused is not None:
+            raise CheckpointError(refused)
+        self._taken.add(directory)
+
+    def release(self) -> None:
+        for directory in self._taken if self.writes else ():
+            release(directory)
+        self._taken.clear()
+
+
+def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str | None:
+    """Claim ``directory`` for this process; returns why not, None where it may write. ``release`` ends it.
+
+    restarted: this job has been started again; one of its own processes on a lost host may still have the claim
+    """
+    key, here = os.path.realpath(directory), socket.gethostname()
+    if key in _held:
+        _held[key].count += 1
+        return None
+    until = time.monotonic() + (PATIENCE_AFTER_RESTART if restarted else PATIENCE)
+    try:
+        while (handle := _locked(directory)) is None:
+            holder = read_holder(directory)
+            if holder == Holder(here, os.getppid()):
+                return None  # a process and those that it has forked are one job
+            if time.monotonic() > until:
+                return _refusal(directory, holder, restarted and holder.host != here, say)
+            time.sleep(_LOOK)
+    except NoLocksError as error:
+        say(f"checkpoint: {directory} has no locks ({error}); a second job that writes there would not be noticed")
+    except OSError:
+        pass  # what is wrong with the directory is said by the first save
+    else:
+        _held[key] = _Held(handle, 1)
+    return None
+
+
+def _refusal(directory: Path, holder: Holder, is_own: bool, say: Callable[[str], None]) -> str | None:
+    if is_own:
+        say(f"checkpoint: {holder}, of an earlier round of this job, still has {directory}; it is taken to be lost")
+        return None
+    return (
+        f"{directory}: {holder} writes checkpoints there; end that job (in a notebook: engine.close()), or choose "
+        "another directory"
+    )
+
+
+def release(directory: Path) -> None:
+    """End a claim; the file goes too, since nothing needs it."""
+    key = os.path.realpath(directory)
+    held = _held.get(key)
+    if held is None:
+        return
+    held.count -= 1
+    if not held.count:
+        del _held[key]
+        with contextlib.suppress(OSError):
+            Path(key, FILE).unlink()
+        os.close(held.handle)
+
+
+def read_holder(directory: Path) -> Holder:
+    """Return who last claimed ``directory``."""
+    try:
+        known = json.loads((directory / FILE).read_text())
+        return Holder(str(known["host"]), int(known["pid"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return Holder("", 0)
+
+
+def _locked(directory: Path) -> int | None:
+    """Lock the file and write into it; None while another process has it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if not _lock(handle) or not _is_there(path, handle):  # its holder may have removed it a moment ago
+            os.close(handle)
+            return None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise NoLocksError(error.strerror) from None
+    return True
+
+
+def _is_there(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _release_all() -> None:
+    for key in list(_held):
+        _held[key].count = 1
+        release(Path(key))
+
+
+def _forget() -> None:
+    """In a forked process: the claim is its parent's, and ends with that."""
+    for held in _held.values():
+        os.close(held.handle)
+    _held.clear()
+
+
+atexit.register(_release_all)
+os.register_at_fork(after_in_child=_forget)

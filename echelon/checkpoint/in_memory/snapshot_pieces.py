@@ -1,0 +1,122 @@
+"""Which rank copies which piece of the state, and which pieces must go to another host as well.
+
+What several ranks hold alike is copied once on every host that has it, by one of them there; what only one host has
+goes to the next host too. All of that follows from who holds which part of the model, which ranks tell each other once.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.dtypes import name_of, refuse_unstorable
+from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.tensor_layout import Part
+
+_ALIGNED = 64
+#: ``start`` of a piece that this rank holds and another one copies.
+ELSEWHERE = -1
+
+
+class Piece(NamedTuple):
+    """A box of a tensor; the whole of it, mostly."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Placed(NamedTuple):
+    """A piece and where it begins among the tensors of a slot."""
+
+    piece: Piece
+    start: int
+
+    def to_json(self) -> list[Any]:
+        name, dtype, shape, offsets, sizes = self.piece
+        return [name, name_of(dtype), shape, offsets, sizes, self.start]
+
+
+def pieces_of(name: str, value: Tensor | Part) -> list[tuple[Piece, Tensor]]:
+    """The boxes that a tensor consists of here, each with a view of its values."""
+    tensor = (value.tensor if isinstance(value, Part) else value).detach()
+    if type(tensor) is not Tensor:
+        raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, of which no copies can be kept")
+    refuse_unstorable(name, tensor)
+    shape = tuple(tensor.shape)
+    if not isinstance(value, Part) or value.layout.is_whole:
+        return [(Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor)]
+    boxes = value.layout.boxes()
+    return [(Piece(name, tensor.dtype, value.layout.shape, box.offsets, box.sizes), box.of(tensor)) for box in boxes]
+
+
+class Holders:
+    """Which ranks hold the same as this one, tensor by tensor. Made on all ranks together."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | Part], rank: int, group: dist.ProcessGroup | None) -> None:
+        self._rank = rank
+        mine = {name: _mark(name, value) for name, value in tensors.items() if name.startswith("model.")}
+        everyone = gather_json(sorted(mine.values()), group) if group is not None else [list(mine.values())]
+        ranks: dict[int, list[int]] = {}
+        for other, marks in enumerate(everyone):
+            for mark in marks:
+                ranks.setdefault(mark, []).append(other)
+        self._alike = {name: tuple(ranks[mark]) for name, mark in mine.items()}
+        self._in_parts = {name for name in mine if isinstance(tensors[name], Part)}
+
+    def of(self, name: str, value: Tensor | Part, parameter: str | None) -> tuple[int, ...]:
+        """``parameter``: the one whose state it is. Whatever else a rank has, it has for itself."""
+        model = name if parameter is None else f"model.{parameter}"
+        if model not in self._alike or (model in self._in_parts and not isinstance(value, Part)):
+            return (self._rank,)
+        return self._alike[model]
+
+
+def _mark(name: str, value: Tensor | Part) -> int:
+    tensor = value.tensor if isinstance(value, Part) else value
+    boxes = [(box.offsets, box.sizes) for box in value.layout.boxes()] if isinstance(value, Part) else []
+    return zlib.crc32(repr((name, tuple(tensor.shape), boxes)).encode())
+
+
+def is_mine(pieces: Sequence[tuple[Piece, tuple[int, ...]]], where: Where, rank: int) -> list[bool]:
+    """For every piece with its holders, whether this rank is the one that copies it on its host.
+
+    Pieces with the same holders are dealt out among those of this host, the largest first, each to who has least.
+    """
+    load: dict[tuple[int, ...], dict[int, int]] = {}
+    mine = [False] * len(pieces)
+    for index in sorted(range(len(pieces)), key=lambda i: (-pieces[i][0].nbytes, pieces[i][0].name)):
+        piece, holders = pieces[index]
+        here = [other for other in holders if where.host_of(other) == where.here]
+        loads = load.setdefault(holders, dict.fromkeys(here, 0))
+        chosen = min(loads, key=lambda other: (loads[other], other))
+        loads[chosen] += piece.nbytes
+        mine[index] = chosen == rank
+    return mine
+
+
+def only_here(holders: Iterable[int], where: Where) -> bool:
+    return {where.host_of(rank) for rank in holders} == {where.here}
+
+
+def placed(pieces: Iterable[Piece], start: int = 0) -> tuple[list[Placed], int]:
+    """One after another from ``start``, and where they end."""
+    found: list[Placed] = []
+    for piece in pieces:
+        found.append(Placed(piece, start))
+        start += -(-piece.nbytes // _ALIGNED) * _ALIGNED
+    return found, start

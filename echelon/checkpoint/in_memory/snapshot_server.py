@@ -1,0 +1,236 @@
+"""The banks of one host, and who may ask for them: served by threads of the launcher.
+
+Nobody gets in without the key. What comes is JSON of bounded length and bytes for which there is room already; whoever
+sends anything else is hung up on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base.job_secret import Stranger, admit
+from echelon.checkpoint.in_memory import snapshot_wire
+from echelon.checkpoint.in_memory.snapshot_buffer import Bank
+from echelon.checkpoint.in_memory.snapshot_wire import Garbled, Refused
+
+#: Connections at a time. Each rank of the job has one here, or two, when all of them read at once.
+_MOST_CALLERS = 4096
+_MOST_BYTES = 1 << 46
+Reply = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A rank's bank, and what its writer said about it: ``table`` says which tensor lies where."""
+
+    number: int
+    round: int
+    world: int
+    rank: int
+    engine: int
+    table: list[Any]
+    bank: Bank
+
+
+class Server:
+    """Listens on a port of ``address``, from now until ``close``."""
+
+    def __init__(self, address: str, key: bytes | None) -> None:
+        self._key = key
+        self._kept: dict[int, Kept] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._callers: set[socket.socket] = set()
+        self._closed = False
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self.address = _written(address, self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="echelon-memory", daemon=True).start()
+
+    def close(self) -> None:
+        """Hang up on everybody and give all memory back."""
+        with self._lock:
+            self._closed = True
+            callers, kept = list(self._callers), list(self._kept.values())
+            self._kept = {}
+        _shut(self._listener)
+        for caller in callers:
+            _shut(caller)
+        for each in kept:
+            each.bank.close()
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(Bank.size(kept.bank.room, kept.bank.nbytes) for kept in self._kept.values())
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue
+            with self._lock:
+                welcome = not self._closed and len(self._callers) < _MOST_CALLERS
+                if welcome:
+                    self._callers.add(caller)
+            if welcome:
+                threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
+            else:
+                caller.close()
+
+    def _serve(self, caller: socket.socket) -> None:
+        with contextlib.suppress(OSError, Stranger, Garbled, ValueError):  # ValueError: of a bank that was closed
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished does not hang up
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._key is not None:
+                admit(caller, self._key)
+            while (message := snapshot_wire.receive(caller)) is not None:
+                self._answer(caller, message)
+        with self._lock:
+            self._callers.discard(caller)
+        caller.close()
+
+    def _answer(self, caller: socket.socket, message: dict[str, Any]) -> None:
+        ops: dict[Any, Callable[[socket.socket, dict[str, Any]], Reply | None]] = {
+            "open": self._open,
+            "keep": self._keep,
+            "settle": self._settle,
+            "list": self._list,
+            "describe": self._describe,
+            "read": self._read,
+        }
+        op = message.get("op")
+        if not isinstance(op, str) or op not in ops:
+            raise Garbled("an unknown request")
+        try:
+            reply = ops[op](caller, message)
+        except (Refused, MemoryError) as error:
+            reply = {"error": str(error)}
+        except OSError as error:
+            reply = {"error": error.strerror or str(error)}
+        if reply is not None:
+            snapshot_wire.send(caller, reply)
+
+    def _open(self, _: socket.socket, message: dict[str, Any]) -> Reply:
+        """A new bank for a rank; it keeps its old ones until it says ``settle``."""
+        table = message.get("table")
+        if not isinstance(table, list):
+            raise Garbled("no table")
+        room, nbytes = _whole(message, "room", snapshot_wire.LONGEST), _whole(message, "nbytes", _MOST_BYTES)
+        round_number, world, rank, engine = (_whole(message, name) for name in ("round", "world", "rank", "engine"))
+        bank = Bank.make(room, nbytes)
+        with self._lock:
+            if self._closed:
+                bank.close()
+                raise Refused("the memory is closed")
+            kept = Kept(next(self._numbers), round_number, world, rank, engine, table, bank)
+            self._kept[kept.number] = kept
+        return {"bank": kept.number, "fd": bank.fd}
+
+    def _keep(self, caller: socket.socket, message: dict[str, Any]) -> Reply:
+        """A copy that follows, for a rank that cannot write here itself."""
+        bank = self._bank(message).bank
+        seq, step, count = (_whole(message, name) for name in ("seq", "step", "bytes"))
+        facts = message.get("facts")
+        if count > bank.nbytes or not seq or not isinstance(facts, str) or len(facts.encode()) > bank.room:
+            raise Garbled("a copy that does not fit")
+        slot = seq % 2
+        bank.break_seal(slot)
+        begin = bank.data(slot)
+        caller.settimeout(snapshot_wire.REST)
+        with memoryview(bank.memory) as memory, memory[begin : begin + count] as into:
+            snapshot_wire.fill(caller, into)
+        caller.settimeout(None)
+        bank.seal(slot, seq, step, facts.encode())
+        return {"seq": seq}
+
+    def _settle(self, _: socket.socket, message: dict[str, Any]) -> Reply:
+        """All ranks of this bank's round have a whole copy in theirs: what is older is not needed any more."""
+        of = self._bank(message)
+        with self._lock:
+            same = [kept for kept in self._kept.values() if kept.engine == of.engine]
+            old = [kept for kept in same if kept.round < of.round]
+            old += [k for k in same if (k.round, k.rank) == (of.round, of.rank) and k.number < of.number]
+            for kept in old:
+                del self._kept[kept.number]
+        for kept in old:
+            kept.bank.close()
+        return {}
+
+    def _list(self, *_: Any) -> Reply:
+        """Every whole copy that is here."""
+        with self._lock:
+            return {"copies": [copy for kept in self._kept.values() for copy in _copies(kept)]}
+
+    def _describe(self, _: socket.socket, message: dict[str, Any]) -> Reply:
+        kept, seq = self._bank(message), _whole(message, "seq")
+        sealed = kept.bank.sealed(seq % 2)
+        if sealed is None or sealed.seq != seq:
+            raise Refused("that copy is gone")
+        return {"table": kept.table, "facts": json.loads(sealed.facts)}
+
+    def _read(self, caller: socket.socket, message: dict[str, Any]) -> None:
+        """Some bytes of a copy."""
+        kept, seq = self._bank(message), _whole(message, "seq")
+        start, count = _whole(message, "start"), _whole(message, "bytes")
+        bank, slot = kept.bank, seq % 2
+        if start + count > bank.nbytes:
+            raise Refused("there are no such bytes")
+        sealed = bank.sealed(slot)
+        if sealed is None or sealed.seq != seq:
+            raise Refused("that copy is gone")
+        snapshot_wire.send(caller, {"bytes": count})
+        caller.settimeout(snapshot_wire.REST)
+        if count:
+            caller.sendfile(bank.file, bank.data(slot) + start, count)
+        caller.settimeout(None)
+
+    def _bank(self, message: dict[str, Any]) -> Kept:
+        with self._lock:
+            kept = self._kept.get(_whole(message, "bank"))
+        if kept is None:
+            raise Refused("that bank is gone")
+        return kept
+
+
+def _copies(kept: Kept) -> list[Reply]:
+    found = [kept.bank.sealed(slot) for slot in (0, 1)]
+    return [
+        {
+            "bank": kept.number, "round": kept.round, "world": kept.world, "rank": kept.rank,
+            "engine": kept.engine, "seq": sealed.seq, "step": sealed.step, "bytes": kept.bank.nbytes,
+        }
+        for sealed in found if sealed is not None
+    ]  # fmt: skip
+
+
+def _whole(message: dict[str, Any], name: str, most: int = 1 << 62) -> int:
+    value = message.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise Garbled(f"no sensible '{name}'")
+    return value
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wakes whoever waits in it, too."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _written(address: str, port: int) -> str:
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).version == 6:
+            return f"[{address}]:{port}"
+    return f"{address}:{port}"

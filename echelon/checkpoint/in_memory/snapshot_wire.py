@@ -1,0 +1,116 @@
+"""What is said on a connection to a memory: a length, a JSON object of that length, then bytes that it announces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from typing import Any
+
+from echelon.base.job_secret import Stranger, prove
+
+#: No message is longer; the table of a hundred thousand tensors is a third of it.
+LONGEST = 32 << 20
+#: Seconds to reach a host, and for the rest of a message that has begun.
+REACH, REST = 10.0, 60.0
+
+
+class Garbled(Exception):
+    """What came is no message of ours."""
+
+
+class Refused(Exception):
+    """The other side understood, and will not."""
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    text = json.dumps(message, separators=(",", ":")).encode()
+    if len(text) > LONGEST:
+        raise Refused(f"a message of {len(text)} bytes is too long")
+    connection.sendall(len(text).to_bytes(4, "big") + text)
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """The next message; ``None`` when the other side has hung up between two of them."""
+    first = connection.recv(4)
+    if not first:
+        return None
+    before = connection.gettimeout()
+    connection.settimeout(REST)
+    length = int.from_bytes(first + _exactly(connection, 4 - len(first)), "big")
+    if length > LONGEST:
+        raise Garbled(f"a message of {length} bytes")
+    try:
+        message = json.loads(_exactly(connection, length))
+    except (ValueError, RecursionError):
+        raise Garbled("a message that is not JSON") from None
+    if not isinstance(message, dict):
+        raise Garbled("a message that is not an object")
+    connection.settimeout(before)
+    return message
+
+
+def fill(connection: socket.socket, into: memoryview) -> None:
+    """Exactly as many bytes as there is room for."""
+    at = 0
+    while at < len(into):
+        count = connection.recv_into(into[at:])
+        if not count:
+            raise Garbled("it hung up in the middle")
+        at += count
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """Grows as bytes come, so that a length alone takes no memory."""
+    found = bytearray()
+    while len(found) < count:
+        piece = connection.recv(min(count - len(found), 1 << 16))
+        if not piece:
+            raise Garbled("it hung up in the middle")
+        found += piece
+    return bytes(found)
+
+
+class Line:
+    """A connection to a memory, and what may be asked there. Errors are ``OSError`` or ``Refused``."""
+
+    def __init__(self, address: str, key: bytes | None, timeout: float = REST) -> None:
+        host, _, port = address.rpartition(":")
+        self.address = address
+        self.connection = socket.create_connection((host.strip("[]"), int(port)), timeout=REACH)
+        try:
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if key is not None:
+                prove(self.connection, key)
+        except Stranger as error:
+            self.close()
+            raise Refused(f"the memory at {address} was not reached: {error}") from None
+        except OSError:
+            self.close()
+            raise
+        self.connection.settimeout(timeout)
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        send(self.connection, {"op": op, **fields})
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        try:
+            reply = receive(self.connection)
+        except Garbled as error:
+            raise ConnectionResetError(f"the memory at {self.address} sent {error}") from None
+        if reply is None:
+            raise ConnectionResetError(f"the memory at {self.address} hung up")
+        if "error" in reply:
+            raise Refused(str(reply["error"]))
+        return reply
+
+    def fill(self, into: memoryview) -> None:
+        try:
+            fill(self.connection, into)
+        except Garbled as error:
+            raise ConnectionResetError(f"the memory at {self.address}: {error}") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.close()

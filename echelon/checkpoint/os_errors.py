@@ -1,0 +1,39 @@
+"""What the operating system refused, in one line that says what to do."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from echelon.base.errors import CheckpointError, Damaged
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def cannot_write(path: Path, error: OSError, opened_elsewhere: bool = False) -> str:
+    """``opened_elsewhere``: another rank has made the directory, so its absence here means another file system."""
+    reason = error.strerror or str(error)
+    if opened_elsewhere and error.errno == errno.ENOENT:
+        return f"cannot write {path}: rank 0 made it, but it is not there; choose a directory that all hosts share"
+    return f"cannot write {error.filename or path}: {reason}; {_remedy(error)}"
+
+
+def cannot_read(path: Path, error: OSError) -> CheckpointError:
+    lost = error.errno in (errno.ENOENT, errno.EIO)
+    advice = "the checkpoint is incomplete, use another one" if lost else "check the path"
+    return (Damaged if lost else CheckpointError)(f"cannot read {path}: {error.strerror or error}; {advice}")
+
+
+def first_line(error: BaseException) -> str:
+    """For failures that are not ours to phrase."""
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in _FULL:
+        return "free some space there, or choose another directory"
+    if error.errno in _FORBIDDEN:
+        return "choose a directory that this process may write to"
+    return "choose another directory"

@@ -1,0 +1,216 @@
+"""``Stored``: a checkpoint on disk, read by any number of ranks, each for itself and without a word to the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint import dtypes, tensorfile
+from echelon.checkpoint.directory import find
+from echelon.checkpoint.index import Chunk, Entry, read_index
+from echelon.distributed.tensor_layout import Box, Layout, Part
+
+_NAMED = 3  # a message names this many of the tensors that do not fit
+
+
+class Stored:
+    """A complete checkpoint. Its index is verified here, its tensors whenever they are read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._index = read_index(self.path)
+        self._sound: set[str] = set()
+
+    @property
+    def step(self) -> int:
+        return self._index.step
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return self._index.world_size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self._index.facts
+
+    @property
+    def title(self) -> str:
+        """What to call it."""
+        return str(self.path)
+
+    @property
+    def origin(self) -> str:
+        """What more there is to say of where it comes from."""
+        return ""
+
+    def names(self) -> list[str]:
+        return list(self._index.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index.tensors
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._entry(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._entry(name).dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU."""
+        entry = self._entry(name)
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self.load({name: whole})
+        return whole
+
+    def read_part(self, name: str, layout: Layout) -> torch.Tensor:
+        """The part of a tensor that a layout describes, on the CPU."""
+        part = torch.empty(layout.local_shape, dtype=self.dtype(name), device="cpu")
+        self.load({name: Part(part, layout)})
+        return part
+
+    @torch.no_grad()
+    def load(self, into: Mapping[str, torch.Tensor | Part]) -> None:
+        """Fill the given tensors in place, DTensors and Parts with what they hold; other stored tensors are left alone.
+
+        When a chunk turns out to be damaged, those read before it are filled already: do not go on with them.
+        """
+        self._refuse_misfits(into)
+        parts = {name: value for name, value in into.items() if isinstance(value, Part)}
+        self._load_parts(parts)
+        self._load_planned({name: value for name, value in into.items() if not isinstance(value, Part)})
+
+    def _load_parts(self, parts: Mapping[str, Part]) -> None:
+        wanted: dict[Chunk, list[tuple[Part, Box]]] = {}
+        for name, part in parts.items():
+            for box in part.layout.boxes():
+                for chunk in self._entry(name).chunks:
+                    if _overlap(box, chunk) is not None:
+                        wanted.setdefault(chunk, []).append((part, box))
+        for chunk, source in self._read(wanted):
+            for part, box in wanted[chunk]:
+                _copy_overlap(part.tensor.detach(), box, source, chunk)
+
+    def _load_planned(self, into: Mapping[str, torch.Tensor]) -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(into), self._metadata(into), is_coordinator=True)
+        plan = planner.create_local_plan()
+        chunks = {(name, chunk.offsets): chunk for name in into for chunk in self._entry(name).chunks}
+        items: dict[Chunk, list[ReadItem]] = {}
+        for item in plan.items:
+            key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+            items.setdefault(chunks[key], []).append(item)
+        for chunk, source in self._read(items):
+            for item in items[chunk]:
+                planner.resolve_tensor(item).detach().copy_(_region(source, item))
+
+    def verify(self) -> None:
+        """Read everything once and compare it with its checksums."""
+        for name in self._index.files:
+            with self._opened(name):
+                pass  # a file without tensors is read here, all others below
+        for _ in self._read(chunk for entry in self._index.tensors.values() for chunk in entry.chunks):
+            pass
+
+    def _read(self, chunks: Iterable[Chunk]) -> Iterable[tuple[Chunk, torch.Tensor]]:
+        """The chunks with their values, in the order in which they lie on the disk."""
+        by_file: dict[str, list[Chunk]] = {}
+        for chunk in chunks:
+            by_file.setdefault(chunk.file, []).append(chunk)
+        for name, inside in by_file.items():
+            with self._opened(name) as file:
+                for chunk in sorted(inside, key=lambda chunk: chunk.span.start):
+                    raw = tensorfile.read(file, self.path / name, chunk.name, chunk.span)
+                    yield chunk, dtypes.tensor_of(raw, chunk.dtype, chunk.sizes)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        """A file of the checkpoint, its header verified the first time only, as tensors are often read one by one."""
+        with tensorfile.opened(self.path / name) as file:
+            if name not in self._sound:
+                tensorfile.check_whole(self.path / name, file, self._index.files[name])
+                self._sound.add(name)
+            yield file
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._index.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path} holds no tensor '{name}'; its names() are the {len(self.names())} it holds"
+            )
+        return entry
+
+    def _metadata(self, names: Iterable[str]) -> Metadata:
+        return Metadata({name: _tensor_metadata(self._entry(name)) for name in names})
+
+    def _refuse_misfits(self, into: Mapping[str, torch.Tensor | Part]) -> None:
+        misfits = [line for name, tensor in into.items() if (line := self._misfit(name, tensor))]
+        if misfits:
+            named = ", ".join(misfits[:_NAMED])
+            others = f" and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
+            raise CheckpointError(
+                f"{self.path} does not fit: of {len(into)} tensors {len(misfits)} differ: {named}{others}; "
+                "it was saved from another model or with other options, use those or another checkpoint"
+            )
+
+    def _misfit(self, name: str, value: torch.Tensor | Part) -> str | None:
+        entry = self._index.tensors.get(name)
+        if entry is None:
+            return f"'{name}' is not in it"
+        tensor, shape = (value.tensor, value.layout.shape) if isinstance(value, Part) else (value, tuple(value.shape))
+        dtypes.refuse_unstorable(name, tensor)
+        if (entry.dtype, entry.shape) != (tensor.dtype, shape):
+            stored, here = _words(entry.dtype, entry.shape), _words(tensor.dtype, shape)
+            return f"'{name}' is {stored} there and {here} here"
+        return None
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Raise unless every byte of the checkpoint (or of the newest in a directory) is the one that was written."""
+    Stored(find(path)).verify()
+
+
+def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+
+
+def _region(source: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        source = source.narrow(dim, begin, length)
+    return source
+
+
+def _overlap(box: Box, chunk: Chunk) -> list[tuple[int, int]] | None:
+    """Where a box and a chunk meet, as a range of the whole along every dimension. Scalars, without any, do."""
+    ranges = [
+        (max(a, b), min(a + m, b + n))
+        for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+    ]
+    return ranges if all(begin < end for begin, end in ranges) else None
+
+
+def _copy_overlap(local: torch.Tensor, box: Box, source: torch.Tensor, chunk: Chunk) -> None:
+    target = box.of(local)
+    for dim, (begin, end) in enumerate(_overlap(box, chunk) or ()):
+        target = target.narrow(dim, begin - box.offsets[dim], end - begin)
+        source = source.narrow(dim, begin - chunk.offsets[dim], end - begin)
+    target.copy_(source)
+
+
+def _words(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    return f"{dtypes.name_of(dtype)} {list(shape)}"

@@ -1,0 +1,226 @@
+"""Training state as named tensors and JSON facts, and back: what a checkpoint holds.
+
+model.<name>                          parameters and persistent buffers, each once
+optimizer.<optimizer>.<name>.<key>    optimizer state, by parameter name, so that order does not matter
+merge.<i>.<n>.<name>                  gradients accumulated but not yet applied, the i-th of n addends
+dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gradient compression)
+sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
+local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
+own.<rank>.<name>                     in copies in memory: batch-norm statistics, where every replica has its own
+ema.<name>                            moving averages of parameters, and of buffers where those are averaged
+rng.<stream>.<generator>              the random streams; ranks that share a batch have one in common
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.state_strides import follow_weights
+from echelon.distributed.local_state import Holdings
+from echelon.distributed.tensor_layout import Layout, Part
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+def model_tensors(holdings: Holdings) -> dict[str, Tensor | Part]:
+    """What this rank holds of parameters and persistent buffers."""
+    return {f"model.{name}": value for name, value in holdings.tensors().items()}
+
+
+def model_aliases(model: nn.Module) -> dict[str, str]:
+    """Second names of tied weights: ``{"head.weight": "embedding.weight"}``."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in first:
+            aliases[name] = first[id(value)]
+        first.setdefault(id(value), name)
+    return aliases
+
+
+def optimizer_state(holdings: Holdings, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+    """The optimizers' tensors by name, and their settings and other values as facts."""
+    names = holdings.names
+    tensors: dict[str, Tensor | Part] = {}
+    facts: dict[str, Any] = {}
+    for key, optimizer in optimizers.items():
+        values: dict[str, Any] = {}
+        for parameter, state in optimizer.state.items():
+            name = names[id(parameter)]
+            for field, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{key}.{name}.{field}"] = holdings.part(name, value)
+                else:
+                    values.setdefault(name, {})[field] = encode(value)
+        facts[key] = {"values": values, "groups": optimizer_groups(holdings, key, optimizer)}
+    return tensors, facts
+
+
+def optimizer_groups(holdings: Holdings, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer, group by group."""
+    return [
+        {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
+        for members, group in zip(holdings.groups[key], optimizer.param_groups, strict=True)
+    ]
+
+
+#: Reads a stored tensor: its name, and the layout of the parameter it belongs to.
+Read = Callable[[str, Layout | None], Tensor]
+
+
+def restore_optimizers(
+    optimizers: Optimizers, holdings: Holdings, facts: Mapping[str, Any], stored: Iterable[str], read: Read
+) -> None:
+    """Give the optimizers back their state. ``stored`` names the tensors ``optimizer.*``; only what is held is read."""
+    if set(optimizers) != set(facts):
+        raise CheckpointError(
+            f"the checkpoint has optimizers {sorted(facts)}, this run has {sorted(optimizers)}; "
+            "build the same ones, under the same names"
+        )
+    everything = list(stored)
+    for key, optimizer in optimizers.items():
+        by_name: dict[str, dict[str, Any]] = {}
+        prefix = f"optimizer.{key}."
+        for full in everything:
+            name, _, field = full.removeprefix(prefix).rpartition(".")
+            if full.startswith(prefix) and name in holdings.parameters:
+                later = functools.partial(read, full, holdings.layouts.get(name))
+                by_name.setdefault(name, {})[field] = later if getattr(optimizer, "reads_later", False) else later()
+        for name, fields in facts[key]["values"].items():
+            by_name.setdefault(name, {}).update({field: decode(value) for field, value in fields.items()})
+        _load(key, optimizer, holdings, facts[key]["groups"], by_name)
+
+
+def _load(
+    key: str,
+    optimizer: torch.optim.Optimizer,
+    holdings: Holdings,
+    groups: list[dict[str, Any]],
+    by_name: Mapping[str, dict[str, Any]],
+) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer '{key}' has {len(optimizer.param_groups)} parameter groups, the checkpoint has {len(groups)}"
+        )
+    names = holdings.names
+    index = 0
+    state: dict[int, dict[str, Any]] = {}
+    param_groups: list[dict[str, Any]] = []
+    for group, stored, known in zip(optimizer.param_groups, groups, holdings.groups[key], strict=True):
+        if set(known) != set(stored["names"]):
+            odd = sorted(set(known) ^ set(stored["names"]))[0]
+            raise CheckpointError(f"optimizer '{key}' and the checkpoint disagree about parameter '{odd}'")
+        members = [names[id(parameter)] for parameter in group["params"]]
+        ids = list(range(index, index + len(members)))
+        state |= {i: by_name[name] for i, name in zip(ids, members, strict=True) if name in by_name}
+        # How a step is taken is this machine's affair.
+        here: dict[str, Any] = {name: group[name] for name in ("fused", "foreach") if name in group}
+        param_groups.append({**decode(stored["options"]), **here, "params": ids})
+        index += len(members)
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    follow_weights(optimizer)
+
+
+def to_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """A few small tensors and facts as one piece, quickly made: it goes along with every push of a worker."""
+    from echelon.checkpoint.dtypes import bytes_of, name_of
+
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    shapes = [[name, name_of(value.dtype), list(value.shape)] for name, value in plain.items()]
+    head = json.dumps({"facts": facts, "tensors": shapes}).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *(bytes_of(value) for value in plain.values())])
+
+
+def from_bytes(kept: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The reverse."""
+    from echelon.checkpoint.dtypes import dtype_named, nbytes, tensor_of
+
+    at = 8 + int.from_bytes(kept[:8], "little")
+    head = json.loads(kept[8:at])
+    tensors: dict[str, Tensor] = {}
+    for name, kind, shape in head["tensors"]:
+        dtype = dtype_named(kind)
+        assert dtype is not None
+        size = nbytes(dtype, shape)
+        tensors[name] = tensor_of(np.frombuffer(kept[at : at + size], np.uint8).copy(), dtype, shape)
+        at += size
+    return tensors, head["facts"]
+
+
+def random_state(stream: int, device: torch.device) -> dict[str, Tensor]:
+    """Where this process's random generators are, under the number of its stream."""
+    legacy: Any = np.random.get_state()
+    _, keys, position, has_gauss, gauss = legacy
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.concatenate([keys, [position, has_gauss]]).astype(np.int64)),
+        "numpy_gauss": torch.from_numpy(np.array([gauss], np.float64)),
+        **_python_state(random.getstate()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rng.{stream}.{name}": value for name, value in state.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _python_state(state: tuple[int, tuple[int, ...], float | None]) -> dict[str, Tensor]:
+    """Rarely another than the last time: few training steps draw from Python's own generator."""
+    version, internal, gauss = state
+    numbers = np.array([version, *internal], np.int64)
+    gaussian = np.array([math.nan if gauss is None else gauss], np.float64)
+    return {"python": torch.from_numpy(numbers), "python_gauss": torch.from_numpy(gaussian)}
+
+
+def restore_random_state(stream: int, device: torch.device, stored: Mapping[str, Tensor]) -> None:
+    mine = {name.removeprefix(f"rng.{stream}."): value for name, value in stored.items()}
+    torch.set_rng_state(mine["torch"])
+    numbers = mine["numpy"].tolist()
+    keys = np.array(numbers[:-2], dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, numbers[-2], numbers[-1], float(mine["numpy_gauss"])))
+    version, *internal = mine["python"].tolist()
+    gauss = float(mine["python_gauss"])
+    random.setstate((version, tuple(internal), None if math.isnan(gauss) else gauss))
+    if device.type == "cuda" and "cuda" in mine:
+        torch.cuda.set_rng_state(mine["cuda"], device)
+
+
+def encode(value: Any) -> Any:
+    """A Python value as JSON, with tags for what JSON lacks. What cannot be written so is named."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return {"!tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return {"!tuple": [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        tag = "!counter" if isinstance(value, Counter) else "!dict"
+        return {tag: [[encode(key), encode(item)] for key, item in value.items()]}
+    raise CheckpointError(f"a checkpoint cannot hold a value of type {type(value).__name__}: {value!r}")
+
+
+def decode(value: Any) -> Any:
+    """The inverse of ``encode``."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "!tensor" in value:
+        return torch.tensor(value["!tensor"], dtype=getattr(torch, value["dtype"]))
+    if "!tuple" in value:
+        return tuple(decode(item) for item in value["!tuple"])
+    if "!counter" in value:
+        return Counter({decode(key): decode(item) for key, item in value["!counter"]})
+    return {decode(key): decode(item) for key, item in value["!dict"]}

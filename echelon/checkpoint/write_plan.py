@@ -1,0 +1,146 @@
+"""Which rank writes which piece of which tensor. Planning is torch.distributed.checkpoint's, its types end here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint import dtypes
+from echelon.distributed.tensor_layout import Part
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor: the whole of it, or the shard that one rank holds."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return self.name, self.offsets
+
+    def to_message(self) -> list[Any]:
+        return [self.name, dtypes.name_of(self.dtype), self.shape, self.offsets, self.sizes]
+
+    @staticmethod
+    def from_message(message: Sequence[Any]) -> Piece:
+        name, dtype, *boxes = message
+        shape, offsets, sizes = (tuple(int(number) for number in box) for box in boxes)
+        known = dtypes.dtype_named(dtype)
+        assert known is not None
+        return Piece(name, known, shape, offsets, sizes)
+
+
+def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[Piece, torch.Tensor]]:
+    """The boxes this rank holds, each with its values where they lie now."""
+    plain: dict[str, torch.Tensor] = {}
+    held: list[tuple[Piece, torch.Tensor]] = []
+    for name, value in tensors.items():
+        tensor = value.tensor if isinstance(value, Part) else value
+        _refuse(name, tensor)
+        if isinstance(value, Part) and not value.layout.is_whole:
+            held += _pieces_of(name, value)
+        else:
+            plain[name] = tensor
+    # a rank beyond the end of an unevenly sharded tensor holds nothing worth a name in the file
+    return held + [(p, data) for p, data in _planned(plain) if math.prod(p.sizes) or not math.prod(p.shape)]
+
+
+def _pieces_of(name: str, part: Part) -> list[tuple[Piece, torch.Tensor]]:
+    local, layout = part.tensor.detach(), part.layout
+    return [
+        (Piece(name, local.dtype, layout.shape, box.offsets, box.sizes), box.of(local).contiguous())
+        for box in layout.boxes()
+    ]
+
+
+def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[Piece, torch.Tensor]]:
+    planner = _planner()
+    with torch.no_grad():
+        planner.set_up_planner(tensors)
+        items = planner.create_local_plan().items
+        return [(_piece(item), planner.resolve_data(item)) for item in items]  # type: ignore[misc]
+
+
+def share_out(offers: Sequence[Sequence[Piece]]) -> list[list[int]]:
+    """For every rank, the positions of the pieces that it is the one to write."""
+    _refuse_contradictions(offers)
+    plans = [SavePlan([_write_item(piece) for piece in pieces]) for pieces in offers]
+    try:
+        shared, _ = _planner().create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(f"the tensors of the ranks do not fit together: {error}") from error
+    chosen = [{(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items} for plan in shared]
+    return [
+        [position for position, piece in enumerate(pieces) if piece.key in keys]
+        for pieces, keys in zip(offers, chosen, strict=True)
+    ]
+
+
+def _refuse(name: str, tensor: object) -> None:
+    if not isinstance(name, str) or name == "__metadata__":
+        raise CheckpointError(f"{name!r} cannot be the name of a stored tensor; give it another name")
+    dtypes.refuse_unstorable(name, tensor)
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(f"'{name}' is a partial sum on every rank; reduce it before saving")
+
+
+def _refuse_contradictions(offers: Sequence[Sequence[Piece]]) -> None:
+    """The planner takes pieces of one name and place for copies of each other, whatever their size."""
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, Piece]] = {}
+    for rank, pieces in enumerate(offers):
+        for piece in pieces:
+            owner, known = first.setdefault(piece.key, (rank, piece))
+            if piece != known:
+                raise CheckpointError(
+                    f"'{piece.name}' is {_words(known)} on rank {owner} but {_words(piece)} on rank {rank}; "
+                    "give tensors that belong to one rank a name of their own"
+                )
+
+
+def _words(piece: Piece) -> str:
+    whole = f"{dtypes.name_of(piece.dtype)} {list(piece.shape)}"
+    return whole if piece.sizes == piece.shape else f"{list(piece.sizes)} of {whole}"
+
+
+def _planner() -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _piece(item: WriteItem) -> Piece:
+    data = item.tensor_data
+    assert data is not None
+    return Piece(
+        item.index.fqn,
+        data.properties.dtype,
+        tuple(data.size),
+        tuple(data.chunk.offsets),
+        tuple(data.chunk.sizes),
+    )
+
+
+def _write_item(piece: Piece) -> WriteItem:
+    """Every piece is a shard to the planner: only for shards does it check that they fill the tensor."""
+    offsets, sizes = torch.Size(piece.offsets), torch.Size(piece.sizes)
+    return WriteItem(
+        index=MetadataIndex(piece.name, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, sizes),
+            properties=TensorProperties(dtype=piece.dtype),
+            size=torch.Size(piece.shape),
+        ),
+    )

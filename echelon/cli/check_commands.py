@@ -1,0 +1,58 @@
+"""Whether it can be trusted: ``echelon doctor`` looks at machines, ``echelon verify`` at numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from echelon.cli.options import AllAsJson, Module, ScriptArgs
+
+
+def doctor(
+    context: typer.Context,
+    *,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Where checkpoints will go: its room and speed, and whether all hosts share it.")
+    ] = None,
+    save: Annotated[str | None, typer.Option(metavar="FILE", help="Write all that was found as JSON.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure no speeds.")] = False,
+) -> None:
+    """Examine every host, every rank and what lies between them; takes the options of 'echelon run' (--procs ...)."""
+    from echelon.cli.commands.doctor import doctor_words
+
+    raise typer.Exit(doctor_words(context.args, checkpoint, save, quick))
+
+
+def verify(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to verify (or, with -m, the module).")],
+    args: ScriptArgs = None,
+    *,
+    module: Module = False,
+    procs: Annotated[
+        int | None, typer.Option(help="Processes.", show_default="one per visible GPU, 2 at least")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="How many GPUs, or which, as for run.")] = None,
+    planned: Annotated[str | None, typer.Option("--plan", help="The plan to run, as for run.")] = None,
+    steps: Annotated[int, typer.Option(help="Updates to compare.")] = 5,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Relative difference that is still the same.", show_default="1e-4, or the strategy's"),
+    ] = None,
+    as_json: AllAsJson = False,
+) -> None:
+    """Train a script for some steps on several processes and in one, and say where their numbers part."""
+    from echelon.launcher.job import check_gpus
+    from echelon.launcher.rendezvous.host_options import at_least
+    from echelon.tools.verify.verify_options import Asked, check_asked
+
+    asked = Asked(script, tuple(args or []), module, steps, tolerance, ())
+    check_asked(asked)
+    if procs is not None:
+        at_least(1, "--procs", procs)
+    if gpus is not None:
+        check_gpus(gpus)
+    from echelon.cli.commands.verify import launcher_words, verify_words
+
+    raise typer.Exit(verify_words(replace(asked, words=tuple(launcher_words(procs, gpus, planned))), as_json))

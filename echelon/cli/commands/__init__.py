@@ -1,0 +1,1 @@
+"""The implementations of the commands, each imported when its command is called."""

@@ -1,0 +1,52 @@
+"""``echelon doctor``: a job like any other, started by the ordinary launcher, so that it meets what jobs meet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.base.environment import DOCTOR_RESULT
+from echelon.base.errors import UsageError
+
+MODULE = "echelon.tools.doctor.examine"
+
+
+def doctor_words(words: Sequence[str], checkpoint: str | None, json: str | None, quick: bool) -> int:
+    """0 when nothing is wrong, 1 when something is. ``words``: options of ``echelon run``."""
+    examine = ["--quick"] if quick else []
+    if checkpoint is not None:
+        examine += ["--checkpoint", str(Path(checkpoint).absolute())]
+    if json is not None:
+        _check_place(Path(json))
+        examine += ["--json", str(Path(json).absolute())]
+    logs = tempfile.mkdtemp(prefix="echelon-doctor-")
+    result = Path(logs, "result")
+    result.touch()  # by this ranks know that the command waits on their host, and not only elsewhere
+    os.environ[DOCTOR_RESULT] = str(result)
+    launching = [*words] if _has_log_dir(words) else [*words, "--log-dir", logs]
+    failed = False
+    try:
+        code = _run([*launching, "-m", MODULE, *examine])
+        failed = 0 < code < 128  # beyond that somebody has stopped it
+        return code or int(result.read_text(encoding="ascii") not in ("", "0"))
+    finally:
+        if not failed or not any(Path(logs).glob("*.log")):  # a rank that failed has said where its log is
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+def _run(words: list[str]) -> int:
+    from echelon.cli.app import run_command
+
+    return int(run_command().main(args=words, prog_name="echelon doctor", standalone_mode=False) or 0)
+
+
+def _has_log_dir(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--log-dir" for word in words)
+
+
+def _check_place(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--save {path}: there is no directory {path.absolute().parent}; make it, or name another")

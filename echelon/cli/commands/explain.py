@@ -1,0 +1,35 @@
+"""``echelon explain``: from the words of a command line to a strategy and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from echelon.base.errors import EchelonError, UsageError
+from echelon.base.object_path import callable_at
+from echelon.strategy.from_words import strategy_from
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def explain_words(words: Sequence[str], model: str | None, ranks: int, ranks_per_host: int | None) -> str:
+    strategy = strategy_from(words)
+    return strategy.explain(model_from(model) if model else None, ranks=ranks, ranks_per_host=ranks_per_host)
+
+
+def model_from(place: str) -> nn.Module:
+    """Call what ``package.module:callable`` or ``path/to/file.py:callable`` names."""
+    make = callable_at(place, "--model")
+    try:
+        model = make()
+    except EchelonError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"--model '{place}' failed with {reason}") from error
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model '{place}' gave {type(model).__name__}; it must return a torch.nn.Module")
+    return model

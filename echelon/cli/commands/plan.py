@@ -1,0 +1,55 @@
+"""``echelon plan``: from the words of a command line to a Report, and from there to tables, a page, JSON, plan.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from echelon.base.errors import EchelonError, UsageError
+from echelon.tools.plan_report import plan_page, plan_tables
+from echelon.tools.plan_report.make_report import make_report
+from echelon.tools.plan_report.model_source import DESCRIBED, find_source, is_script
+from echelon.tools.plan_report.plan_options import Asked, Orders
+from echelon.tools.plan_report.plan_script import ask_script
+from echelon.tools.plan_report.report import Report
+
+
+class NothingFits(EchelonError):
+    """No plan keeps within the memory of the devices."""
+
+
+def plan_asked(asked: Asked, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
+    """Find the plan and put it out: the command, for words that are checked (``words.check_words``)."""
+    orders = Orders(sizes=as_json or html is not None, save=save, explain=explain)
+    if is_script(asked.model):
+        report = ask_script(asked, orders)
+    else:
+        cluster = asked.machines()
+        report = make_report(asked, cluster, find_source(asked, cluster), orders)
+    _put_out(report, html, as_json)
+    if not report.options:
+        raise NothingFits(f"no plan of {report.model} fits on {report.machines.name}: {report.reason}")
+    if save:
+        print(f"saved: {save}; {_use_of(save, asked.model)}", file=sys.stderr)
+
+
+def _use_of(path: str, model: str) -> str:
+    if model.partition(":")[0] in DESCRIBED:
+        return f"'echelon plan --explain {path}' explains it (one that can be run is made from the model itself)"
+    return f"'echelon run --plan {path} SCRIPT' runs it"
+
+
+def _put_out(report: Report, html: str | None, as_json: bool) -> None:
+    if html is not None:
+        try:
+            Path(html).write_text(plan_page.render(report), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html '{html}' cannot be written: {error.strerror}; give another path") from None
+        print(f"page: {html}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=1))
+    elif sys.stdout.isatty():
+        plan_tables.on_terminal(report)
+    else:
+        print(plan_tables.plain(report))

@@ -1,0 +1,210 @@
+"""``echelon verify``: the script on N processes, the script in one, and what the two have to say."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from echelon.base.environment import LOG_DIR, PLAN, RECORD_DIR
+from echelon.base.errors import UsageError
+from echelon.launcher.job import Job
+from echelon.tools.verify.float64 import TOLERANCE
+from echelon.tools.verify.messages import Question
+from echelon.tools.verify.verdict import Verdict, judge, reconsidered
+from echelon.tools.verify.verdict_text import as_json, put_out
+from echelon.tools.verify.verify_options import Asked, check_asked
+
+#: Of one process: what tells a process that it is part of a job, or where its files are.
+_OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+#: What one process is given in place of its own, where the script does not call ``engine.step()``.
+OF_A_LOOP = (
+    "a loop of its own is given the batches of all ranks where they come from a loader, and their random numbers; what "
+    "it takes in from elsewhere is its own"
+)
+
+
+#: The exit code of a comparison that says nothing.
+CANNOT_TELL = 3
+
+
+class Unclear(Exception):
+    """Why the two runs cannot be compared."""
+
+
+class Stopped(Exception):
+    """By a signal, which has been told already."""
+
+
+def verify_words(asked: Asked, json: bool) -> int:
+    """0 when both come to the same, or to what the strategy lets expect; 1 when they differ; 3: it cannot be told."""
+    check_asked(asked)
+    room = tempfile.mkdtemp(prefix="echelon-verify-")
+    asked = _of_the_zoo(asked, room)
+    keep = False
+    try:
+        verdict = _compared(asked, Question(room, "plan", asked.steps))
+        if verdict.status == "differs" and verdict.parting and verdict.parting.step > 1:
+            verdict = _reconsidered(asked, room, verdict)
+    except Unclear as doubt:
+        print(json_module.dumps({"status": "cannot tell", "doubts": [str(doubt)]}) if json else f"cannot tell: {doubt}")
+        return CANNOT_TELL
+    except (SignalException, Stopped) as stop:
+        return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
+    except _Failed as error:
+        keep = error.on_ranks  # the launcher has said where the log of the failed one is
+        raise
+    finally:
+        _clear(room, keep)
+    print(as_json(verdict)) if json else put_out(verdict)
+    return {"differs": 1, "cannot tell": CANNOT_TELL}.get(verdict.status, 0)
+
+
+def _compared(asked: Asked, question: Question) -> Verdict:
+    _run_ranks(asked, _job(asked, question.directory), question)
+    alone = replace(question, role="reference")
+    _run_alone(asked, alone)
+    if alone.noted("passes") is not None:
+        _say("one process adds up other numbers of losses for an update: once more, in step with the ranks")
+        _run_alone(asked, replace(alone, passes=int(alone.noted("passes") or 0)))
+    plan, reference = question.answered("plan"), question.answered("reference")
+    assert plan is not None
+    assert reference is not None
+    return judge(plan, reference, TOLERANCE if question.wide else asked.tolerance)
+
+
+def _reconsidered(asked: Asked, room: str, verdict: Verdict) -> Verdict:
+    """Runs that part after a first step that is the same may do so by rounding, which some models and optimizers make
+    grow. In 64 bits that is far away; a fault is not. A script that does not run in 64 bits is judged as it is."""
+    _say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
+    wide = Path(room, "wide")
+    wide.mkdir()
+    with contextlib.suppress(UsageError, Unclear):
+        return reconsidered(verdict, _compared(asked, Question(str(wide), "plan", asked.steps, wide=True)))
+    return verdict
+
+
+def _clear(room: str, keep_logs: bool) -> None:
+    if not keep_logs:
+        shutil.rmtree(room, ignore_errors=True)
+        return
+    for path in Path(room).iterdir():
+        if path.is_file():
+            path.unlink()
+
+
+class _Failed(UsageError):
+    """The script did not come through; ``on_ranks``: of the plan, or else in one process."""
+
+    on_ranks = False
+
+
+def _of_the_zoo(asked: Asked, room: str) -> Asked:
+    """``echelon verify train -- WORDS`` is what ``echelon train WORDS`` runs, writing nowhere that stays."""
+    if not asked.is_of_the_zoo:
+        return asked
+    words = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
+    given = any(word.partition("=")[0] == "--output_dir" for word in words)
+    out = () if given else ("--output_dir", str(Path(room, "train")))
+    return replace(asked, script="echelon.zoo.train.run", args=(*words, *out), module=True)
+
+
+def _job(asked: Asked, room: str) -> Job:
+    from echelon.cli import checked_job
+    from echelon.cli.app import run_command
+
+    logs = ["--log-dir", str(Path(room, "log")), "--max-restarts", "0"]
+    words = [*asked.words, *logs, *(["-m"] if asked.module else []), asked.script, *asked.args]
+    with run_command().make_context("echelon verify", words) as context:
+        return checked_job(**context.params)
+
+
+def _run_ranks(asked: Asked, job: Job, question: Question) -> None:
+    from echelon.launcher.launch_job import launch
+
+    _say(f"1 of 2: {asked.script} on {job.procs} processes, {asked.steps} steps")
+    os.environ |= question.ask()
+    with _to_stderr():
+        code = launch(job)
+    check_answer(asked, question, code, f"on {job.procs} processes")
+
+
+def _run_alone(asked: Asked, question: Question) -> None:
+    _say(f"2 of 2: {asked.script} in one process, given their batches together")
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
+    words = ["-m", asked.script] if asked.module else [asked.script]
+    args = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
+    # to stderr: what the script itself prints is no part of the table, or of the JSON
+    ended = subprocess.run([sys.executable, *words, *args], env=environment, stdout=2, check=False)
+    check_answer(asked, question, ended.returncode, "in one process")
+
+
+def check_answer(asked: Asked, question: Question, code: int, where: str) -> None:
+    """One line for a run that has left no answer."""
+    if (refused := question.noted("refused")) is not None:
+        raise UsageError(f"verify {asked.script}: {refused}")
+    if (doubt := question.noted("unclear")) is not None:
+        raise Unclear(doubt)
+    if code >= 128:
+        raise Stopped(code)
+    asks_again = question.noted("passes") is not None and not question.passes
+    if (asks_again or question.answered(question.role) is not None) and code == 0:
+        return
+    if code:
+        told = (question.answered("plan") or {}) if question.role == "reference" else {}
+        why = f": {OF_A_LOOP}" if told.get("own_loop") else ""
+        failed = _Failed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
+        failed.on_ranks = question.role == "plan"
+        raise failed
+    taken = int(question.noted("steps") or 0)
+    if not question.noted("begun"):
+        raise UsageError(
+            f"verify: '{asked.script}' never called echelon.distribute(), so that there is nothing to compare"
+        )
+    if not taken:
+        raise UsageError(
+            f"verify: '{asked.script}' ended without engine.step() or update(); let it train, or give it more data"
+        )
+    steps = f"{taken} steps" if taken > 1 else "1 step"
+    raise UsageError(
+        f"verify: '{asked.script}' took {steps} {where}, and {asked.steps} were asked for; give --steps {taken}, or it "
+        "more data"
+    )
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    """What the ranks print."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def launcher_words(procs: int | None, gpus: str | None, planned: str | None) -> Sequence[str]:
+    """Options of ``echelon run``; two processes where nobody says how many, and there are no more GPUs."""
+    import torch
+
+    if procs is None and gpus is None and planned is None:
+        procs = max(2, torch.cuda.device_count())
+    given = {"--procs": procs, "--gpus": gpus, "--plan": planned}
+    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+
+
+def _say(line: str) -> None:
+    print(f"echelon: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,45 @@
+"""What became of a run: ``echelon timeline``, ``report`` and ``watch``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from echelon.cli.options import AsJson, LogDirectory
+
+
+def timeline(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The run's log directory.")] = "log",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Say where the steps went that 'echelon run --timeline' has recorded, and put all ranks into one trace."""
+    from echelon.observability.trace.trace_report import timeline_words
+
+    print(timeline_words(directory, as_json))
+
+
+def report(
+    directory: LogDirectory = "log",
+    *,
+    out: Annotated[str | None, typer.Option(help="The page to write.", show_default="DIR/report.html")] = None,
+) -> None:
+    """Make one page of a run: curves, plan, time, memory, ranks, settings and events."""
+    from echelon.cli.commands.report import report as write
+
+    print(f"echelon: {write(directory, out)} written")
+
+
+def watch(
+    directory: LogDirectory = "log",
+    *,
+    port: Annotated[int, typer.Option(help="Where to serve it; 0: any port that is free.")] = 7171,
+    host: Annotated[str, typer.Option(help="On which address; others than this machine's own get a token.")] = (
+        "127.0.0.1"
+    ),
+) -> None:
+    """Serve the page of a run while it goes on."""
+    from echelon.cli.commands.report import watch as serve_page
+
+    serve_page(directory, host, port)

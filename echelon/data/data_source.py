@@ -1,0 +1,88 @@
+"""What a loader needs of any kind of data: what to ask for next, and the answer to one such request.
+
+Requests are made in the main process, in order. They are answered there or in a worker process, so a request carries
+everything its answer depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch.utils.data
+
+from echelon.base.errors import DataError
+from echelon.data.cursor import Cursor
+
+
+class Piece(NamedTuple):
+    """One rank's part of one step. A tuple, so that torch's pinning thread walks into it."""
+
+    batch: Any
+    #: how many samples of it count: 0 for a stand-in
+    share: int
+    #: samples of the global order that this step uses up, over all ranks
+    taken: int
+    #: sequence elements in it, and the room they take when padded
+    real: int = 0
+    room: int = 0
+    #: that reading it took, in the process that did
+    seconds: float = 0.0
+    #: checksum of the samples that all ranks read of a stream, for the first step of an epoch
+    mark: int | None = None
+
+
+class Source(Protocol):
+    """One data set, as one rank reads it."""
+
+    #: samples in the whole data set; None where only reading tells
+    size: int | None
+
+    def requests(self, cursor: Cursor) -> Iterator[Any]:
+        """What to fetch, from ``cursor`` to the end of its epoch (without end where the end is unknown)."""
+
+    def fetch(self, request: Any) -> Any:
+        """The ``Piece`` for one request; None after the end."""
+
+
+class UnknownLength(DataError, TypeError):
+    """Nobody knows how long it is. A TypeError too, since ``list(loader)`` asks and forgives only that."""
+
+
+def seen_lengths(lengths: Sequence[int]) -> tuple[int, int]:
+    """Elements there are, and elements there will be once all are padded to the longest."""
+    return sum(lengths), len(lengths) * max(lengths, default=0)
+
+
+def kind_name(dataset: Any) -> str:
+    return type(dataset).__name__
+
+
+def too_few(found: int, uneven: str, world_size: int, global_batch: int) -> str:
+    """Why ``found`` samples are not enough; empty when they are."""
+    if found == 0:
+        return "the data set is empty; check its path or filter"
+    if found < world_size:
+        return f"{found} samples for {world_size} ranks: every rank needs one; use fewer ranks or more data"
+    if uneven == "drop" and found < global_batch:
+        return (
+            f"uneven='drop' keeps full batches only, but {found} samples do not fill one of {global_batch} "
+            f"({global_batch // world_size} for each of {world_size} ranks); use a smaller batch_size or uneven='pad'"
+        )
+    return ""
+
+
+def is_stream(dataset: Any) -> bool:
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def lengths_function(lengths: Any) -> Callable[[Any], int] | None:
+    """The lengths of samples that are known only once they are read."""
+    if lengths is not None and not callable(lengths):
+        raise DataError(
+            "lengths= is a list, but the samples of a stream have no numbers to look up in it; "
+            "pass a function of a sample, such as lengths=len"
+        )
+    return lengths  # type: ignore[no-any-return]

@@ -1,0 +1,229 @@
+"""One file into its place: a part that grows, under a lock, until it is whole and verified; only then the name.
+
+The lock is held on the part itself, by flock: it ends with the process that holds it, however that ends. Parts lie in
+a folder of their own, so that no pattern such as ``data/**`` ever finds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+
+from echelon.base.errors import DataError
+from echelon.base.formatting import size as bytes_in_words
+from echelon.data.download.source import Access, Lost, Opened, backoff, open_url, shown
+from echelon.data.download.spec import WORKINGS, File
+from echelon.data.download.verified import Verified, digest
+
+CHUNK = 1 << 18
+#: An attempt that brought this much was none in vain: a line that breaks every few minutes still ends a large file.
+PROGRESS = 1 << 20
+
+
+class Stopped(Exception):
+    """Another file failed, or another host: no reason to go on with this one."""
+
+
+class Fetcher:
+    """Fetches files into ``folder``, from as many threads as there are.
+
+    came: told the bytes that have come, as they come
+    stop: set by whoever wants all of it to end
+    """
+
+    def __init__(
+        self, folder: Path, access: Access, retries: int, came: Callable[[int], None], stop: threading.Event
+    ) -> None:
+        self._folder, self._access, self._retries = folder, access, retries
+        self._came, self._stop = came, stop
+        self._workings = folder / WORKINGS
+        with explained(folder):
+            self._workings.mkdir(parents=True, exist_ok=True)
+        self._verified = Verified(self._workings / "verified.jsonl")
+
+    def fetch(self, file: File) -> None:
+        """Returns when the file is in its place, by us or by another process."""
+        target = self._folder / file.name
+        with explained(target):
+            if self._verified.vouches(file, target):
+                return
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = self._workings / f"{hashlib.sha256(file.name.encode()).hexdigest()[:24]}.part"
+            with self._locked(part) as handle:
+                if self._verified.learn(file, target):
+                    _remove(part)
+                    return
+                self._fetch_twice_if_damaged(file, target, part, handle)
+
+    def _fetch_twice_if_damaged(self, file: File, target: Path, part: Path, handle: FileIO) -> None:
+        for attempt in range(2):
+            if not self._complete(file, target, part, handle):
+                _remove(part)
+                return
+            found = digest(part, file.checksum[0]) if file.checksum else ""
+            if not file.checksum or found == file.checksum[1]:
+                self._put_in_place(file, target, part, handle)
+                return
+            handle.truncate(0)
+            if attempt:
+                _remove(part)
+                raise DataError(
+                    f"'{file.name}' from {shown(file.url)} came twice with {file.checksum[0]} {found}, but the spec "
+                    f"says {file.checksum[1]}; the file or the spec is damaged or out of date"
+                )
+
+    def _put_in_place(self, file: File, target: Path, part: Path, handle: FileIO) -> None:
+        os.fsync(handle.fileno())
+        part.replace(target)
+        _version_file(part).unlink(missing_ok=True)
+        _sync_folder(target.parent)
+        self._verified.add(file, target)
+
+    def _complete(self, file: File, target: Path, part: Path, handle: FileIO) -> bool:
+        """Fill the part, over as many attempts as it takes. False: the file in place is all there is to be had."""
+        failures = 0
+        while True:
+            had = _length(handle)
+            try:
+                return self._attempt(file, target, part, handle)
+            except Lost as lost:
+                failures = 0 if _length(handle) - had >= PROGRESS else failures + 1
+                if failures > self._retries:
+                    raise DataError(
+                        f"{shown(file.url)}: {lost} ({failures} attempts, {_length(handle):,} bytes are here); "
+                        "run it again to go on from there"
+                    ) from None
+                self._pause(lost.pause if lost.pause is not None else backoff(failures))
+
+    def _attempt(self, file: File, target: Path, part: Path, handle: FileIO) -> bool:
+        version = _version_file(part).read_text() if _version_file(part).exists() else ""
+        # A byte less than there is: a server has no answer to a range that begins at the end of a file.
+        start = max(0, _length(handle) - 1) if version or file.checksum else 0
+        opened = open_url(file.url, self._access, start, version)
+        try:
+            size = _agreed_size(file, opened)
+            if file.checksum is None and target.is_file() and target.stat().st_size == size:
+                self._verified.add(file, target)  # nothing but the size can be compared, and it is the same
+                return False
+            if opened.start == 0:
+                handle.truncate(0)
+                _version_file(part).write_text(opened.version)
+            _check_room(self._folder, size, opened.start)
+            self._pour(opened, file, size, handle)
+        finally:
+            opened.close()
+        return True
+
+    def _pour(self, opened: Opened, file: File, size: int | None, handle: FileIO) -> None:
+        handle.truncate(opened.start)
+        done = handle.seek(opened.start)
+        while chunk := opened.read(CHUNK):
+            done += len(chunk)
+            if size is not None and done > size:
+                handle.truncate(0)
+                raise DataError(f"{shown(file.url)} sends more than the {size:,} bytes it should have; nothing is kept")
+            _write(handle, chunk)
+            self._came(len(chunk))
+            if self._stop.is_set():
+                raise Stopped
+        if size is not None and done < size:
+            raise Lost(f"the connection ended after {done:,} of {size:,} bytes")
+
+    @contextlib.contextmanager
+    def _locked(self, part: Path) -> Iterator[FileIO]:
+        """The part, ours alone. Whoever had it before may have moved it into place: then it is made again."""
+        while True:
+            with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as handle:
+                while not _try_lock(handle):
+                    self._pause(0.05)
+                if _is_still(part, handle):
+                    yield handle
+                    return
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Stopped
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What the disk refuses, in one line. What comes from afar has been told apart before."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        hint = "check the folder and its owner"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = "make room, and run it again to go on from there"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY):
+            hint = "a file is in the way of a folder, or the other way round"
+        raise DataError(f"'{path}' cannot be written: {reason}; {hint}") from None
+
+
+def _agreed_size(file: File, opened: Opened) -> int | None:
+    if file.size is not None and opened.size is not None and file.size != opened.size:
+        raise DataError(
+            f"{shown(file.url)} has {opened.size:,} bytes, but the spec says {file.size:,}; "
+            "the file or the spec is out of date"
+        )
+    return file.size if file.size is not None else opened.size
+
+
+def _check_room(folder: Path, size: int | None, start: int) -> None:
+    """Before the disk is full, where it can be known."""
+    free = shutil.disk_usage(folder).free
+    if size is not None and size - start > free:
+        needs = f"{bytes_in_words(size - start)} more are needed, {bytes_in_words(free)} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needs}")
+
+
+def _write(handle: FileIO, chunk: bytes) -> None:
+    """All of it: a disk that becomes full takes a part first, and refuses the next."""
+    left = memoryview(chunk)
+    while left:
+        left = left[handle.write(left) :]
+
+
+def _try_lock(handle: FileIO) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(path: Path, handle: FileIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _length(handle: FileIO) -> int:
+    return os.fstat(handle.fileno()).st_size
+
+
+def _version_file(part: Path) -> Path:
+    """Which version of the file the part is of."""
+    return part.with_suffix(".version")
+
+
+def _remove(part: Path) -> None:
+    part.unlink(missing_ok=True)
+    _version_file(part).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,80 @@
+"""One process of each host works while the others wait: however long it takes, and whatever becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from echelon.base.errors import DataError, EchelonError, PeerLost, UsageError
+from echelon.data.collate import one_line
+from echelon.distributed.world import World
+
+#: Seconds between two rounds. Short of any timeout, so that a wait of hours is no silence.
+SHORTEST, LONGEST = 0.01, 2.0
+
+
+def one_per_host(world: World, work: Callable[[], None], stop: threading.Event) -> None:
+    """``work`` on local rank 0 of every host; returns on all ranks when all have done it.
+
+    When one fails all ranks raise its line, and the others' work is told to stop. The ranks meet in rounds while the
+    work goes on in a thread: a rank that died is noticed within a round, not after the time limit of a collective.
+    """
+    from echelon.distributed.collectives import gather_json
+
+    assert world.control is not None
+    working = _Working(work) if world.place.local_rank == 0 else None
+    pause = SHORTEST
+    try:
+        while True:
+            mine = working.state(pause) if working else "done"
+            states = gather_json(mine, world.control)
+            _raise_first(states, world)
+            if all(state == "done" for state in states):
+                return
+            pause = min(pause * 1.5, LONGEST, world.timeout / 4)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"fetching data: rank {world.rank} lost contact with another rank ({one_line(error)}); look at its log"
+        ) from error
+    finally:
+        stop.set()
+        if working:
+            working.join()
+
+
+class _Working:
+    """The work in its thread, and what became of it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="echelon-download", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # told to all ranks by state()
+            self._error = error
+
+    def state(self, patience: float) -> str | dict[str, str]:
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            return "working"
+        if self._error is None:
+            return "done"
+        ours = isinstance(self._error, EchelonError)
+        kind = "usage" if isinstance(self._error, UsageError) else "data"
+        return {kind: str(self._error) if ours else f"{type(self._error).__name__}: {one_line(self._error)}"}
+
+    def join(self) -> None:
+        """Until it has seen that it is to stop. It may be waiting for a server: then it ends with the process."""
+        self._thread.join(LONGEST)
+
+
+def _raise_first(states: list[str | dict[str, str]], world: World) -> None:
+    for rank, state in enumerate(states):
+        if isinstance(state, dict):
+            ((kind, line),) = state.items()
+            error = UsageError if kind == "usage" else DataError
+            raise error(line if world.place.one_host else f"rank {rank}: {line}")

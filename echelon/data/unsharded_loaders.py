@@ -1,0 +1,61 @@
+"""torch DataLoaders that a script left in place: every rank goes through all of their samples."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from echelon.data.fetching import is_ours
+from echelon.data.fingerprint import likeness
+from echelon.data.sampling import known_length
+from echelon.data.torch_loader import is_dealt_out
+from echelon.distributed.activity import activity
+
+
+class LoaderWatch:
+    """Notices which DataLoaders are iterated by the script, while it is open. One for all engines of a process."""
+
+    def __init__(self) -> None:
+        self._plain: Callable[[DataLoader[Any]], Any] | None = None  # torch's own __iter__, while this is open
+        self._iterated: list[tuple[weakref.ref[Any], DataLoader[Any]]] = []  # by iterators, which do not keep it
+
+    def open(self) -> None:
+        if self._plain is not None:
+            return
+        self._plain = plain = DataLoader.__iter__
+
+        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+            found = plain(loader)
+            if not activity.call and not is_ours(loader):
+                self._iterated = [one for one in self._iterated if one[0]() is not None]
+                self._iterated.append((weakref.ref(found), loader))
+            return found
+
+        self._replaced = iterate
+        DataLoader.__iter__ = iterate  # type: ignore[assignment,method-assign]
+
+    def close(self) -> None:
+        # where something else has been put in its place since, it stays below that, and notices nothing of interest
+        if self._plain is not None and DataLoader.__iter__ is self._replaced:
+            DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
+            self._plain = None
+        self._iterated = []
+
+    def undealt(self) -> list[Any] | None:
+        """Return what tells the data of the DataLoader that is being iterated; None where there is none, or its sampler
+        goes by the rank. A data set's class, its length, and a checksum where its contents can be read."""
+        for iterator, loader in reversed(self._iterated):
+            found = iterator()
+            if found is None or not getattr(found, "_num_yielded", 1):
+                continue
+            if is_dealt_out(loader):
+                return None
+            size = known_length(loader.dataset)
+            return None if size is None else [type(loader.dataset).__name__, *likeness(loader.dataset, size)[:2]]
+        return None
+
+
+loader_watch = LoaderWatch()

@@ -1,0 +1,195 @@
+"""Activity: where this process is, and for whom it waits. The training thread writes it, the reporter's reads it.
+
+Everything here is on the path of every step: plain assignments, well under a microsecond each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from echelon.observability.trace.span_recorder import Recorder
+
+#: What follows when a phase of a step is over; see ``clock.PHASES``.
+AFTER = {
+    "data": "forward",
+    "forward": "backward",
+    "backward": "communicate",
+    "communicate": "update",
+    "update": "user code",
+}
+#: The ranks of a wait that is for everybody.
+EVERYONE = "all"
+Whom = dist.ProcessGroup | Sequence[int] | str | None
+
+
+class Activity:
+    """One for each process.
+
+    call:   the engine's call under way, '' in the user's code
+    calls:  how many calls there were
+    wait:   what the training thread waits in now
+    counts: how many waits of each kind there were with each circle of ranks
+    waited: seconds spent in waits, for parameter servers' answers too
+    busy:   seconds of this rank's own work by phase, waits for others left out
+    alike:  the ranks whose part of a step is like this one's
+    recorder: notes all of it while steps are recorded for a timeline
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.phase_since = "user code", monotonic()
+        self.step, self.steps = 0, 0
+        self.call, self.calls = "", 0
+        self.wait: waiting | None = None
+        self.counts: dict[tuple[str, str], int] = {}
+        self.waited = 0.0
+        self.busy: dict[str, float] = defaultdict(float)
+        self.alike: Sequence[int] = ()
+        self.recorder: Recorder | None = None
+        self._lapped, self._waited_then = monotonic(), 0.0
+
+    def enter(self, phase: str) -> None:
+        if self.recorder is not None and self.phase == "data":
+            self.recorder.loaded(self.phase_since)
+        self.phase, self.phase_since = phase, monotonic()
+
+    def lap(self, phase: str) -> float:
+        """A phase of a step is over: what of it was not waiting was work. Returns the time."""
+        now = monotonic()
+        self.busy[phase] += now - self._lapped - (self.waited - self._waited_then)
+        self._lapped, self._waited_then = now, self.waited
+        self.phase, self.phase_since = AFTER[phase], now
+        if self.recorder is not None:
+            self.recorder.lap(phase, now)
+        return now
+
+    def served(self, kind: str, since: float) -> None:
+        """The training thread has waited for parameter servers since then; ``kind``: pull or push."""
+        self.waited += monotonic() - since
+        if self.recorder is not None:
+            self.recorder.served(kind, since)
+
+    def passed(self, phase: str) -> None:
+        """The same on a GPU, where the host's time tells nothing of the work."""
+        self.phase, self.phase_since = AFTER[phase], monotonic()
+        if self.recorder is not None:
+            self.recorder.lap(phase, self.phase_since)
+
+
+activity = Activity()
+
+
+class waiting:
+    """``with waiting("sum of gradients", "bucket 3", group):`` around what may block until other ranks come.
+
+    what: shown with ``str`` when somebody asks
+    whom: the ranks that must come, or one of them as text; ``None``: all of the job
+    A wait inside another one is part of it.
+    """
+
+    __slots__ = ("_inner", "call", "number", "ranks", "since", "what")
+
+    def __init__(self, call: str, what: object = "", whom: Whom = None) -> None:
+        self.call, self.what, self.ranks, self.number = call, what, whom, 0
+
+    def __enter__(self) -> None:
+        self._inner = activity.wait is not None
+        if not self._inner:
+            self.ranks = circle(self.ranks)
+            key = self.call, self.ranks
+            self.number = activity.counts[key] = activity.counts.get(key, 0) + 1
+            self.since = monotonic()
+            activity.wait = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._inner:
+            activity.wait = None
+            now = monotonic()
+            activity.waited += now - self.since
+            if activity.recorder is not None:
+                activity.recorder.waited(self, now)
+
+
+class calling:
+    """Around a call of the engine that all ranks make together."""
+
+    __slots__ = ("_before", "_call", "_phase", "_since", "_step")
+
+    def __init__(self, call: str, step: int, phase: str) -> None:
+        self._call, self._step, self._phase = call, step, phase
+
+    def __enter__(self) -> None:
+        self._before = activity.call, activity.phase
+        activity.calls += not activity.call
+        activity.call, activity.step = self._call, self._step
+        self._since = monotonic()
+        activity.phase, activity.phase_since = self._phase, self._since
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        activity.call, phase = self._before
+        activity.phase, activity.phase_since = phase if activity.call else "user code", monotonic()
+        if activity.recorder is not None:
+            activity.recorder.called(self._call, self._since, activity.phase_since)
+
+
+def span(names: Sequence[str]) -> str:
+    """``first .. last``"""
+    return f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+_circles: dict[int, str] = {}
+_kept: dict[int, weakref.ref[dist.ProcessGroup]] = {}
+
+
+def circle(whom: Whom) -> str:
+    """The ranks in short: ``all``, ``0-7``, ``0-14:2`` or ``0,3,4``. A group is asked once: this is called in steps."""
+    if whom is None:
+        return EVERYONE
+    known = _circles.get(id(whom))  # an entry goes with its group, so no other object can have that id
+    if known is not None:
+        return known
+    if isinstance(whom, str):
+        return whom
+    return _remember(whom) if isinstance(whom, dist.ProcessGroup) else in_short(whom)
+
+
+def _remember(group: dist.ProcessGroup) -> str:
+    key = id(group)
+
+    def forget(_: object) -> None:
+        _circles.pop(key, None)
+        _kept.pop(key, None)
+
+    _kept[key] = weakref.ref(group, forget)  # not the group itself: it would keep its connections open
+    _circles[key] = in_short(dist.get_process_group_ranks(group))
+    return _circles[key]
+
+
+def in_short(ranks: Sequence[int]) -> str:
+    ordered = sorted(ranks)
+    step = ordered[1] - ordered[0] if len(ordered) > 1 else 1
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1, step)):
+        return f"{ordered[0]}-{ordered[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(map(str, ordered))
+
+
+def in_full(short: str, world_size: int) -> tuple[int, ...]:
+    """The inverse of ``in_short``. Raises ``ValueError`` for anything else: it may come from the network."""
+    if short == EVERYONE:
+        return tuple(range(world_size))
+    if "-" not in short:
+        return tuple(int(rank) for rank in short.split(",") if rank)
+    ends, _, step = short.partition(":")
+    first, last = (int(end) for end in ends.split("-"))
+    return tuple(range(first, min(last, world_size) + 1, int(step or 1)))

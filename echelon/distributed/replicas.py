@@ -1,0 +1,63 @@
+"""Making replicas equal: the same weights at the start, averages when they have drifted apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from echelon.distributed.activity import waiting
+
+
+def broadcast_state(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    with torch.no_grad():
+        for tensors in _by_kind([*model.parameters(), *model.buffers()]):
+            flat = flatten(tensors)
+            with waiting("broadcast of the model"):
+                dist.broadcast(flat, src=0)
+            scatter(flat, tensors)
+
+
+def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Batch-norm statistics that were kept per replica differ between ranks; one model has one set of them."""
+    average((buffer for buffer in model.buffers() if not isinstance(buffer, FakeTensor)), group)
+
+
+@torch.no_grad()
+def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Average floating-point tensors over replicas, in place; others become those of the first."""
+    for same in _by_kind(tensors):
+        flat = flatten(same)
+        with waiting("average of replicas", "", group):
+            if flat.is_floating_point():
+                dist.all_reduce(flat, group=group)
+                flat /= dist.get_world_size(group)
+            else:
+                dist.broadcast(flat, group=group, group_src=0)
+        scatter(flat, same)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all of them in one row."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The inverse of ``flatten``, in place."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that can share one flat message: of one dtype, each once however many names it has."""
+    kinds: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+    for tensor in tensors:
+        if tensor.numel():
+            kinds[tensor.dtype][id(tensor)] = tensor
+    return [list(same.values()) for same in kinds.values()]

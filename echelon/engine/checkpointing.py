@@ -1,0 +1,441 @@
+"""Keeping a run: its whole training state into a checkpoint, and out of one again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.base.errors import Damaged, UsageError
+from echelon.checkpoint.checkpoint_settings import Checkpoint
+from echelon.checkpoint.directory_lock import Claims
+from echelon.checkpoint.finite_state import FiniteCheck, State
+from echelon.checkpoint.training_state import (
+    from_bytes,
+    model_aliases,
+    model_tensors,
+    optimizer_state,
+    random_state,
+    restore_optimizers,
+    restore_random_state,
+    to_bytes,
+)
+from echelon.data import Loader
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.local_state import Addend
+from echelon.distributed.tensor_layout import Layout, Part
+from echelon.distributed.world import World, seed_for_rank
+from echelon.engine.elastic import Beginning
+from echelon.engine.lr_schedules import Schedules
+from echelon.engine.overridden_values import GivenValues
+from echelon.parallel.data.dgc import SparseMomentum
+
+if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
+    from echelon.checkpoint import Stored, Writer
+    from echelon.engine.in_memory.state_sources import Sources
+    from echelon.engine.parallelize import Parts
+    from echelon.parallel.weight_average import Averages
+    from echelon.parameter_server.worker.session import Served
+
+
+class Keeper:
+    """Knows every part of a run that has state, from the weights to the random streams."""
+
+    def __init__(self, world: World, stream: int, schedules: Schedules, settings: Checkpoint | None) -> None:
+        self._world, self.stream = world, stream
+        self._schedules, self._settings = schedules, settings
+        self.beginning = Beginning(None, world.size)  #: what training began with
+        self._writers: dict[Path, Writer] = {}
+        self._loaders: list[Loader] = []
+        self._loader_states: list[dict[str, Any]] = []
+        self.average: Averages | None = None  #: a moving average of the weights, where the run has one
+        self.copies_averages = False  #: whether copies of the state are made in memory
+        self._loaded: Stored | None = None  # a checkpoint whose average nobody has asked for yet
+        self.given = GivenValues()
+        self.claims = Claims(world.control, writes=world.rank == 0)
+        self.saved: Callable[[Path], None] | None = None  #: told when a checkpoint is complete, perhaps from a thread
+
+    def takes(self, parts: Parts) -> None:
+        """From now on, keep these."""
+        self._holdings, self._optimizers, self._gradients = parts.holdings, parts.optimizers, parts.gradients
+        self._scaler, self._local = parts.scaler, parts.local
+        self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
+        self._buffers = dict(parts.holdings.model.named_buffers())
+        self._aliases = model_aliases(parts.holdings.model)
+        self._finite = FiniteCheck(parts.holdings, parts.scaler.active)
+        self.given.take(parts.optimizers, self._schedules.all)
+
+    @property
+    def kept_in(self) -> str | None:
+        """The directory of the run's own checkpoints."""
+        return self._settings.dir if self._settings is not None else None
+
+    def due(self, step: int) -> bool:
+        """Whether the run asked for a checkpoint at this step. The first step claims the directory."""
+        if self._settings is None or not self._settings.every:
+            return False
+        if not self.claims:
+            self.claims.take(Path(self._settings.dir))
+        return step % self._settings.every == 0
+
+    def register(self, loader: Loader) -> None:
+        """Keep this loader's position too. Loaders are told apart by the order in which they were made."""
+        index = len(self._loaders)
+        self._loaders.append(loader)
+        if index < len(self._loader_states):
+            loader.load_state_dict(self._loader_states[index])
+        self.given.compare_batch(index, loader, self.claims.say)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank alone has of weights and optimizer state, where ranks step alone. To be asked before ranks
+        show their average."""
+        if self._local is None:
+            return {}
+        own = model_tensors(self._holdings) | optimizer_state(self._holdings, self._optimizers)[0]
+        return {f"local.{self._world.rank}.{name}": _plain(value).clone() for name, value in own.items()}
+
+    def save(
+        self,
+        directory: str | Path | None,
+        step: int,
+        own: Mapping[str, Tensor],
+        wait: bool | None,
+        served: Served | None = None,
+    ) -> Path:
+        place = directory if directory is not None else (self._settings.dir if self._settings else None)
+        if place is None:
+            raise UsageError(
+                "save() needs a directory: save('ckpt'), or distribute(..., checkpoint=Checkpoint(dir=...))"
+            )
+        if served is not None:
+            from echelon.checkpoint.directory import final_path
+
+            if served.dense and served.worker != 0:  # its weights are everybody's, and so is its place in the data
+                return final_path(Path(place), step)
+        self.claims.take(Path(place))
+        tensors, facts = self._state(step, own)
+        if served is not None:
+            served.save(Path(place), step, alone=served.dense or self._world.rank == 0)
+        facts["servers"] = served.saved_as(step) if served is not None else None
+        if wait is None and any(getattr(optimizer, "fills_host", False) for optimizer in self._optimizers.values()):
+            wait = True  # there is no room for a second copy, from which to write in the background
+        path = self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
+        if served is not None and self._world.rank == 0:
+            served.forget_saves(Path(place))
+        return path
+
+    def peek(self, source: str | Path | Stored) -> Stored:
+        """Only let loaders go on from there; the rest can be restored when there is a place for it."""
+        stored = _opened(source)
+        self.beginning.restore(stored.facts.get("elastic"))
+        self.given.resume(stored.facts.get("given"))
+        self.place_loaders(stored.facts["loaders"])
+        return stored
+
+    def load(self, source: str | Path | Stored, loaders: bool = True, served: Served | None = None) -> Stored:
+        """Restore everything; returns what it was restored from."""
+        stored = _opened(source)
+        stored.load(model_tensors(self._holdings))
+        self._restore_statistics(stored)
+        facts = stored.facts
+        self.beginning.restore(facts.get("elastic"))
+        self.given.resume(facts.get("given"))
+        if served is not None:
+            served.load(stored.path, facts.get("servers"), asks=served.worker == 0 and self._world.rank == 0)
+        self._restore_strategies(stored)
+        self._restore_optimizers(stored)
+        self._schedules.restore(facts["schedulers"])
+        mine = self._facts_of_rank(stored)
+        self._gradients.restore(mine["gradients"], self._merged_gradients(stored))
+        self._scaler.restore(mine["scaler"])
+        if loaders:
+            self.place_loaders(facts["loaders"])
+        self._restore_random(stored)
+        self._restore_average(stored)
+        return stored
+
+    @property
+    def holds_average(self) -> bool:
+        """Return True if the checkpoint loaded last has averaged weights that were not asked for yet."""
+        return self._loaded is not None
+
+    def average_from(self, step: int) -> Stored | None:
+        """Return the checkpoint whose averaged weights are those after ``step``, if that was loaded."""
+        stored, self._loaded = self._loaded, None
+        return stored if stored is not None and stored.step == step else None
+
+    def _restore_average(self, stored: Stored) -> None:
+        self._loaded = None
+        if self.average is not None:
+            self.average.restore(stored)
+        elif stored.facts.get("ema") is not None:
+            self._loaded = stored
+
+    def leave_behind(self, step: int) -> bytes:
+        """What this process needs to go on after ``step`` when others keep the weights."""
+        tensors = random_state(self.stream, self._world.device)
+        tensors |= {f"buffer.{name}": value for name, value in self._buffers.items()}
+        facts = {
+            "step": step,
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "schedulers": self._schedules.state(),
+            "scaler": self._scaler.facts(),
+        }
+        return to_bytes(tensors, facts)
+
+    def take_up(self, left: bytes) -> int:
+        """Go on from what ``leave_behind`` made; returns its step."""
+        tensors, facts = from_bytes(left)
+        random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
+        restore_random_state(self.stream, self._world.device, random)
+        with torch.no_grad():
+            for name, value in self._buffers.items():
+                value.copy_(tensors[f"buffer.{name}"])
+        self._schedules.restore(facts["schedulers"])
+        self._scaler.restore(facts["scaler"])
+        self.place_loaders(facts["loaders"])
+        return int(facts["step"])
+
+    def place_loaders(self, states: list[dict[str, Any]]) -> None:
+        """Let the loaders, those that are made later too, go on from there."""
+        self._loader_states = states
+        for loader, state in zip(self._loaders, states, strict=False):
+            loader.load_state_dict(state)
+
+    def kept(self) -> list[Path]:
+        """Where the same command, given again, goes on from: the newest checkpoint first."""
+        if self._settings is None or not self._settings.resume:
+            return []
+        from echelon.checkpoint.directory import complete
+
+        return [path for _, path in sorted(complete(Path(self._settings.dir)).items(), reverse=True)]
+
+    def verify(self, checkpoint: Path) -> None:
+        """Read all of it; raises ``Damaged``."""
+        _opened(checkpoint).verify()
+
+    def newest_step(self) -> int:
+        """Of the checkpoints; 0 where there is none, or the newest cannot be trusted."""
+        try:
+            return next((_opened(path).step for path in self.kept()), 0)
+        except Damaged:
+            return 0
+
+    def wait(self) -> None:
+        for writer in self._writers.values():
+            writer.wait()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+        self.claims.release()
+
+    @property
+    def sources(self) -> Sources:
+        """Where the tensors that stay between updates lie."""
+        from echelon.engine.in_memory.state_sources import Sources
+
+        self.copies_averages = True
+        changing = bool(self._compressors) or self._local is not None
+        return Sources(self._holdings, self._optimizers, changing, lambda: self.average)
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have the same weights now: where they step alone, only when they have just met."""
+        return self._local is None or self._local.since == 0
+
+    def random_tensors(self) -> dict[str, Tensor]:
+        return random_state(self.stream, self._world.device)
+
+    def own_statistics(self) -> dict[str, Tensor]:
+        """Buffers that each replica has for itself, under its rank."""
+        return {
+            f"own.{self._world.rank}.{name.removeprefix('model.')}": _plain(value)
+            for name, value in model_tensors(self._holdings).items()
+            if name.removeprefix("model.") in self._buffers
+        }
+
+    def refuse_spoiled(self, source: Stored) -> None:
+        """Raise ``Damaged`` where this rank has read a NaN or an infinity that training cannot have begun with."""
+        if (found := self._finite.find(self.own_tensors()[0])) is not None:
+            raise Damaged(f"{source.title} is of no use: after step {source.step} {self._finite.describe(found)}")
+
+    def _state(self, step: int = 0, own: State | None = None) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+        """All ranks know together whether theirs may be kept: a finite loss may have had an infinite gradient."""
+        tensors, optimizers = self.own_tensors()
+        mine, shared = self.own_facts(optimizers)
+        mine["gradients"] = self._gradients.facts()
+        spoiled = self._finite.find({**tensors, **(own or {})})
+        told: list[Any] = [mine, spoiled and spoiled.to_json()]
+        everyone: list[Any] = gather_json(told, self._world.control) if self._world.control else [told]
+        self._finite.refuse(step, [bad for _, bad in everyone], self.wait)
+        return tensors, merged_facts([each for each, _ in everyone], shared)
+
+    def own_tensors(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+        """The tensors of the training state that this rank has, and what it knows of the optimizers."""
+        rank = self._world.rank
+        kept, optimizers = optimizer_state(self._holdings, self._optimizers)
+        tensors: dict[str, Tensor | Part] = {
+            **model_tensors(self._holdings), **kept, **random_state(self.stream, self._world.device)
+        }  # fmt: skip
+        for name, grad in self._gradients.unreduced().items():
+            layout, addend = self._gradient_layout(name), self._holdings.addends.get(name, Addend())
+            tensors[f"merge.{addend.index}.{addend.count}.{name}"] = Part(grad, layout) if layout else grad
+        for key, compressor in self._compressors.items():
+            owed = compressor.residual.tensors() if compressor.leads else {}
+            tensors |= {f"dgc.{rank}.{key}.{name}": value for name, value in owed.items()}
+        if self._local is not None:
+            tensors |= {f"sync.{name}": value for name, value in self._local.tensors().items()}
+        if self.average is not None:
+            tensors |= {f"ema.{name}": value for name, value in self.average.tensors().items()}
+        return tensors, optimizers
+
+    def own_facts(self, optimizers: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank knows for itself, and what all ranks know alike (see ``merged_facts``).
+
+        On a GPU, numbers among the gradients' facts are tensors still.
+        """
+        mine: dict[str, Any] = {
+            "gradients": self._gradients.numbers(),
+            "scaler": self._scaler.facts(),
+            "local": self._local.facts() if self._local else None,
+            "values": {key: of["values"] for key, of in optimizers.items()},
+        }
+        shared = {
+            "elastic": self.beginning.facts(),
+            "given": self.given.facts(self._loaders),
+            "aliases": self._aliases,
+            "ema": self.average.facts() if self.average is not None else None,
+            "optimizers": {key: {"groups": of["groups"]} for key, of in optimizers.items()},
+            "schedulers": self._schedules.state(),
+            "loaders": [loader.state_dict() for loader in self._loaders],
+        }
+        return mine, shared
+
+    def _facts_of_rank(self, stored: Stored) -> dict[str, Any]:
+        """What this rank noted; on another number of ranks, what rank 0 noted."""
+        same = stored.world_size == self._world.size
+        mine: dict[str, Any] = stored.facts["ranks"][self._world.rank if same else 0]
+        return mine
+
+    def _own_prefix(self, stored: Stored) -> str:
+        """Ranks that stepped alone have weights and optimizer state of their own, unless their number has changed."""
+        prefix = f"local.{self._world.rank}."
+        alone = self._local is not None and stored.world_size == self._world.size
+        return prefix if alone and any(name.startswith(prefix) for name in stored.names()) else ""
+
+    def _restore_strategies(self, stored: Stored) -> None:
+        for key, compressor in self._compressors.items():
+            compressor.residual.clear()
+            for rank in self._inherited(stored):
+                owed = _read(stored, f"dgc.{rank}.{key}.", drop=f"dgc.{rank}.{key}.")
+                for name in compressor.names if owed else ():
+                    compressor.residual.add(name, owed[f"u.{name}"], owed[f"v.{name}"])
+        if self._local is None:
+            return
+        prefix = self._own_prefix(stored)
+        facts = self._facts_of_rank(stored)["local"] if prefix else None
+        self._local.restore(_read(stored, "sync.", drop="sync."), facts)
+        own = _read(stored, f"{prefix}model.", drop=prefix) if prefix else {}
+        with torch.no_grad():
+            for name, value in model_tensors(self._holdings).items() if own else ():
+                _plain(value).copy_(own[name])
+
+    @torch.no_grad()
+    def _restore_statistics(self, stored: Stored) -> None:
+        """Buffers that every replica had for itself; on another number of ranks, their mean, as in a checkpoint."""
+        own = sorted(name.split(".", 2)[1] for name in stored.names() if name.startswith("own."))
+        if stored.world_size == self._world.size:
+            own = [str(self._world.rank)]
+        for name, value in self._buffers.items():
+            found = [stored.read(full) for rank in dict.fromkeys(own) if (full := f"own.{rank}.{name}") in stored]
+            if found:
+                mean = torch.stack(found).mean(0) if value.is_floating_point() else found[0]
+                value.copy_(mean)
+
+    def _inherited(self, stored: Stored) -> list[int]:
+        """Whose sums this rank goes on with: its own; on another number of ranks, rank 0 takes those of all."""
+        if stored.world_size == self._world.size:
+            return [self._world.rank]
+        return list(range(stored.world_size)) if self._world.rank == 0 else []
+
+    def _restore_optimizers(self, stored: Stored) -> None:
+        prefix = self._own_prefix(stored)
+        names = [name.removeprefix(prefix) for name in stored.names() if name.startswith(f"{prefix}optimizer.")]
+
+        def read(name: str, layout: Layout | None) -> Tensor:
+            whole = layout is None or tuple(stored.shape(prefix + name)) != layout.shape
+            return stored.read(prefix + name) if whole or layout is None else stored.read_part(name, layout)
+
+        restore_optimizers(self._optimizers, self._holdings, stored.facts["optimizers"], names, read)
+
+    def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """This rank's merged gradients. They are addends, so where there are more or fewer the first takes them all."""
+        for full in [name for name in stored.names() if name.startswith("merge.")]:
+            _, index, count, name = full.split(".", 3)
+            mine = self._holdings.addends.get(name)
+            if mine is not None and (int(index) if int(count) == mine.count else 0) == mine.index:
+                yield name, functools.partial(self._read_part, stored, full, name)
+
+    def _read_part(self, stored: Stored, full: str, name: str) -> Tensor:
+        layout = self._gradient_layout(name)
+        return stored.read(full) if layout is None else stored.read_part(full, layout)
+
+    def _gradient_layout(self, name: str) -> Layout | None:
+        """Merged gradients are those of parameters; of shards only where each pass is reduced at once."""
+        return (self._holdings.layouts if self._gradients.holds_sums else self._holdings.cuts).get(name)
+
+    def _restore_random(self, stored: Stored) -> None:
+        """By stream and not by rank: those that share a batch must go on alike, in whatever layout it was saved."""
+        mine = _read(stored, f"rng.{self.stream}.", drop="")
+        if mine and stored.world_size == self._world.size:
+            restore_random_state(self.stream, self._world.device, mine)
+        else:  # other ranks, other streams; they start afresh from the seed and the step
+            seed_for_rank(self._world.seed + stored.step, self.stream)
+
+    def _writer(self, directory: Path) -> Writer:
+        from echelon.checkpoint import Writer
+
+        if directory not in self._writers:
+            settings = self._settings or Checkpoint(dir=str(directory))
+            self._writers[directory] = Writer(
+                directory,
+                keep=settings.keep if Path(settings.dir) == directory else None,
+                asynchronous=settings.asynchronous,
+                rank=self._world.rank,
+                world_size=self._world.size,
+                group=self._world.control,
+                timeout=self._world.timeout,
+            )
+            self._writers[directory].saved = self.saved
+        return self._writers[directory]
+
+
+def merged_facts(ranks: Sequence[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a checkpoint: what every rank knows for itself, and what all know alike."""
+    optimizers = {
+        key: {**of, "values": {name: value for rank in ranks for name, value in rank["values"][key].items()}}
+        for key, of in shared["optimizers"].items()  # each rank knows the values of the parameters it holds
+    }
+    alone = [{key: value for key, value in rank.items() if key != "values"} for rank in ranks]
+    return {**shared, "ranks": alone, "optimizers": optimizers}
+
+
+def _opened(source: str | Path | Stored) -> Stored:
+    from echelon.checkpoint import Stored, find
+
+    return source if isinstance(source, Stored) else Stored(find(source))
+
+
+def _plain(value: Tensor | Part) -> Tensor:
+    return value.tensor if isinstance(value, Part) else value
+
+
+def _read(stored: Stored, prefix: str, drop: str) -> dict[str, Tensor]:
+    """The stored tensors whose names begin so, under their names without ``drop``."""
+    return {name.removeprefix(drop): stored.read(name) for name in stored.names() if name.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""An engine's side of in-memory checkpoints: writing snapshots after steps, reading them after a fault."""

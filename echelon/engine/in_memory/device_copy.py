@@ -1,0 +1,69 @@
+"""From where training's tensors are into the memory of a bank: on the CPU at once, from a GPU while it computes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.in_memory.snapshot_buffer import Bank
+from echelon.engine.in_memory.snapshot_layout import Form
+
+
+class Transfer:
+    """``at_once``: a copy is there when ``copy`` returns; else when ``wait`` does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.at_once = device.type != "cuda"
+        self._stream: torch.cuda.Stream | None = None
+        if not self.at_once:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._read: torch.cuda.Event | None = None
+        self._registered: int | None = None
+
+    def register(self, bank: Bank) -> None:
+        """Let the device write there by itself. Where it cannot, copies take longer and are the same."""
+        self.forget()
+        if self._stream is None:
+            return
+        whole = torch.frombuffer(bank.memory, dtype=torch.uint8)
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):
+            if int(cuda.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)) == 0:
+                self._registered = whole.data_ptr()
+
+    def forget(self) -> None:
+        if self._registered is not None:
+            self.wait()
+            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            with contextlib.suppress(RuntimeError):
+                cuda.cudaHostUnregister(self._registered)
+            self._registered = None
+
+    @torch.no_grad()
+    def copy(self, targets: Sequence[Tensor], form: Form) -> None:
+        if self._stream is None:
+            torch._foreach_copy_(list(targets), form.views)
+            return
+        steady, changing = form.steady()
+        now = torch.cuda.current_stream(self._device)
+        for at in changing:  # a forward pass may change them: before it, on its own stream
+            targets[at].copy_(form.views[at], non_blocking=True)
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            for at in steady:
+                targets[at].copy_(form.views[at], non_blocking=True)
+        self._read = self._stream.record_event()
+
+    def hold(self) -> None:
+        """What the device does from now on, it does after it has read the last copy."""
+        if self._read is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._read)
+
+    def wait(self) -> None:
+        if self._read is not None:
+            self._read.synchronize()

@@ -1,0 +1,167 @@
+"""``Remembered``: the newest complete set of copies in the memories of the hosts, read like a checkpoint.
+
+A set is one copy of every rank of the round that wrote it, all of the same step. A rank's copy may be that on its own
+host or what the next host keeps for it; together they must hold every piece that any of them knew of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from echelon.base.errors import PeerLost
+from echelon.checkpoint import Stored, dtypes
+from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.checkpoint.in_memory.snapshot_pieces import ELSEWHERE
+from echelon.checkpoint.in_memory.snapshot_wire import Line, Refused
+from echelon.checkpoint.index import Chunk, Entry, Index
+from echelon.checkpoint.tensorfile import Span
+from echelon.distributed.activity import waiting
+from echelon.distributed.collectives import json_to_tensor, tensor_to_json
+from echelon.engine.checkpointing import merged_facts
+
+Copy = dict[str, Any]
+#: A set as rank 0 tells it: {"step", "world", "hosts", "facts", "tensors": {name: [dtype, shape, chunks]}}
+Told = dict[str, Any]
+
+
+def newest(
+    where: Where, at_least: int, group: dist.ProcessGroup | None, rank: int, skipped: int = 0
+) -> Remembered | None:
+    """The newest set, unless it is of a step before ``at_least``. All ranks ask together; rank 0 looks.
+
+    skipped: as many newer ones are passed over
+    """
+    found = _search(where, at_least, skipped) if rank == 0 else None
+    with waiting("search for copies in memory", "", group):
+        told = _tell(found, group)
+    return Remembered(told, where) if told is not None else None
+
+
+class Remembered(Stored):
+    """A set of copies. Every rank reads what it needs from the host that has it."""
+
+    def __init__(self, told: Told, where: Where) -> None:
+        self.path = Path("memory")
+        self.hosts = int(told["hosts"])  #: on how many hosts the ranks were that wrote it
+        self._where = where
+        tensors = {name: _entry(name, *entry) for name, entry in told["tensors"].items()}
+        self._index = Index(int(told["step"]), int(told["world"]), {}, tensors, told["facts"])
+
+    @property
+    def title(self) -> str:
+        return "memory"
+
+    @property
+    def origin(self) -> str:
+        return f" (saved by {_some(self.world_size, 'rank')} on {_some(self.hosts, 'host')})"
+
+    def _read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        by_host: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            by_host.setdefault(int(chunk.file.split("/")[0]), []).append(chunk)
+        for host, inside in by_host.items():
+            try:
+                with contextlib.closing(self._where.call(host)) as line:
+                    for chunk in inside:
+                        yield chunk, _fetch(line, chunk)
+            except (OSError, Refused) as error:
+                raise PeerLost(
+                    f"the copies at {self._where.hosts[host][0]} could not be read: {error}; look at that host"
+                ) from None
+
+
+def _fetch(line: Line, chunk: Chunk) -> torch.Tensor:
+    _, bank, seq = chunk.file.split("/")
+    content = numpy.empty(chunk.span.nbytes, dtype=numpy.uint8)
+    line.ask("read", bank=int(bank), seq=int(seq), start=chunk.span.start, bytes=chunk.span.nbytes)
+    line.fill(content.data)
+    return dtypes.tensor_of(content, chunk.dtype, chunk.sizes)
+
+
+def _search(where: Where, at_least: int, skipped: int) -> Told | None:
+    """The newest set but ``skipped`` that is complete. A host that does not answer has nothing."""
+    sets: dict[tuple[int, int, int, int], dict[int, Copy]] = {}
+    with contextlib.ExitStack() as stack:
+        lines: dict[int, Line] = {}
+        for host in range(len(where.hosts)):
+            with contextlib.suppress(OSError, Refused):
+                lines[host] = stack.enter_context(contextlib.closing(where.call(host)))
+                found = lines[host].ask("list")["copies"]
+                for copy in (copy for copy in found if copy["engine"] == where.engine):
+                    key = copy["round"], copy["seq"], copy["step"], copy["world"]
+                    ranks = sets.setdefault(key, {})
+                    if copy["bytes"] >= ranks.get(copy["rank"], {"bytes": 0})["bytes"]:  # its own, not the neighbour's
+                        ranks[copy["rank"]] = {**copy, "host": host}
+        for key in sorted(sets, reverse=True):  # a later round went on from an earlier one, whatever its steps
+            ranks, (_, _, step, world) = sets[key], key
+            if step < at_least or set(ranks) != set(range(world)):
+                continue
+            with contextlib.suppress(OSError, Refused):
+                if (told := _described(step, [ranks[rank] for rank in range(world)], lines)) is not None:
+                    if not skipped:
+                        return told
+                    skipped -= 1
+    return None
+
+
+def _described(step: int, copies: list[Copy], lines: dict[int, Line]) -> Told | None:
+    """What the copies hold together; ``None`` when anything is missing."""
+    tensors: dict[str, list[Any]] = {}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    held: set[tuple[str, tuple[int, ...]]] = set()
+    facts = []
+    for copy in copies:
+        described = lines[copy["host"]].ask("describe", bank=copy["bank"], seq=copy["seq"])
+        facts.append(described["facts"])
+        file = f"{copy['host']}/{copy['bank']}/{copy['seq']}"
+        for name, dtype, shape, offsets, sizes, start in described["table"]:
+            piece = name, tuple(offsets)
+            held.add(piece)
+            if start != ELSEWHERE and piece not in seen:
+                seen.add(piece)
+                tensors.setdefault(name, [dtype, shape, []])[2].append([file, offsets, sizes, start])
+    if held - seen or not all(_filled(*entry) for entry in tensors.values()):
+        return None
+    merged = merged_facts([each["mine"] for each in facts], facts[0]["shared"])
+    return {"step": step, "world": len(copies), "hosts": facts[0]["hosts"], "facts": merged, "tensors": tensors}
+
+
+def _filled(_: str, shape: list[int], chunks: list[Any]) -> bool:
+    return int(sum(math.prod(sizes) for _, _, sizes, _ in chunks)) == math.prod(shape)
+
+
+def _entry(name: str, kind: str, shape: list[int], chunks: list[Any]) -> Entry:
+    dtype = dtypes.dtype_named(kind)
+    assert dtype is not None
+    return Entry(dtype, tuple(shape), tuple(_chunk(name, dtype, *chunk) for chunk in chunks))
+
+
+def _chunk(name: str, dtype: torch.dtype, file: str, offsets: list[int], sizes: list[int], start: int) -> Chunk:
+    span = Span(start, dtypes.nbytes(dtype, sizes), "")
+    return Chunk(file, name, dtype, tuple(offsets), tuple(sizes), span)
+
+
+def _tell(message: Told | None, group: dist.ProcessGroup | None) -> Told | None:
+    """Rank 0's message on every rank."""
+    if group is None:
+        return message
+    data = json_to_tensor(message)
+    length = torch.tensor([data.numel()])
+    dist.broadcast(length, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        data = torch.zeros(int(length), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    told: Told | None = tensor_to_json(data)
+    return told
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,264 @@
+"""``Copies``: a rank's side. After a step it copies its share of the state into the memory of its host's launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.base.formatting import size as size_text
+from echelon.checkpoint.in_memory import snapshot_wire
+from echelon.checkpoint.in_memory.replicator import TROUBLE, Courier
+from echelon.checkpoint.in_memory.snapshot_buffer import Bank
+from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.checkpoint.in_memory.snapshot_pieces import Holders, Placed
+from echelon.checkpoint.in_memory.snapshot_wire import Refused
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.world import World
+from echelon.engine.in_memory.device_copy import Transfer
+from echelon.engine.in_memory.snapshot_layout import Form
+
+if TYPE_CHECKING:
+    from echelon.engine.checkpointing import Keeper
+
+_ROOM = 64 << 10  # for facts, beside twice what they take now
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bank in another process that gets the first ``count`` bytes of every copy."""
+
+    line: snapshot_wire.Line
+    number: int
+    count: int
+
+
+@dataclass
+class Unfinished:
+    """A copy whose tensors are, or will be, in their slot."""
+
+    bank: Bank
+    targets: list[Target]
+    seq: int
+    step: int
+    facts: dict[str, Any]
+    text: bytes = b""
+
+    def seal(self) -> int:
+        """Returns how long the facts are."""
+        self.text = self.text or _encoded(self.facts)
+        if len(self.text) > self.bank.room:
+            raise Refused(f"{len(self.text)} bytes of facts do not fit into the {self.bank.room} left for them")
+        self.bank.seal(self.seq % 2, self.seq, self.step, self.text)
+        return len(self.text)
+
+    def send(self) -> None:
+        for target in self.targets:
+            connection = target.line.connection
+            head = {"op": "keep", "bank": target.number, "seq": self.seq, "step": self.step, "bytes": target.count}
+            snapshot_wire.send(connection, {**head, "facts": self.text.decode()})
+            if target.count:
+                connection.sendfile(self.bank.file, self.bank.data(self.seq % 2), target.count)
+        for target in self.targets:
+            target.line.answer()
+
+
+class Copies:
+    """``statistics``: whether replicas have batch-norm statistics of their own. ``new_group``: for votes."""
+
+    def __init__(
+        self,
+        where: Where,
+        world: World,
+        keeper: Keeper,
+        new_group: Callable[[], dist.ProcessGroup],
+        statistics: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._where, self._world, self._keeper, self._say = where, world, keeper, say
+        self._new_group, self._statistics = new_group, statistics
+        self._seq, self._step, self._stopped = 0, -1, False
+        self._courier: Courier | None = None
+        self._lines: dict[int, snapshot_wire.Line] = {}
+        self._form: Form | None = None
+        self._bank: Bank | None = None
+        self._targets: list[Target] = []
+        self._unsettled: list[tuple[int, int]] = []  # new banks: host, number
+        self._facts_length = 0  # of the last copy from a GPU
+        self._transfer = Transfer(world.device)
+
+    def after(self, step: int, at_once: bool = False) -> None:
+        """Called after each update, on all ranks. ``at_once``: whatever the interval is."""
+        if self._stopped or step == self._step or not (at_once or step % self._where.every == 0):
+            return
+        if not self._keeper.together:
+            return
+        if self._courier is None:
+            self._courier = self._begin()
+        elif failing := self._courier.wait():
+            self._stop(failing, self._courier.failure)
+            return
+        self._step = step
+        try:
+            if self._courier.failure is None:
+                self._settle()
+                self._courier.hand(self._copy(step))
+                return
+        except TROUBLE as error:
+            self._courier.failure = str(error) or type(error).__name__
+        self._courier.hand(lambda: None)  # the others hear of it in the vote
+
+    def hold(self) -> None:
+        """Before an update: the device must have read what it is going to change."""
+        self._transfer.hold()
+
+    def close(self) -> None:
+        if self._courier is not None:
+            self._courier.close()
+        for line in self._lines.values():
+            line.close()
+        self._stopped, self._lines, self._targets, self._form = True, {}, [], None
+        if self._bank is not None:
+            self._transfer.forget()
+            self._bank.close()
+            self._bank = None
+
+    def _begin(self) -> Courier:
+        """The first copy, on all ranks together: who holds what is found out, and said how much memory it takes."""
+        alone = self._world.size == 1
+        tensors, _ = self._keeper.own_tensors()
+        self._holders = Holders(tensors, self._world.rank, self._world.control)
+        courier = Courier(None if alone else self._new_group(), self._world.rank, self._world.timeout)
+        try:
+            self._look()
+        except TROUBLE as error:
+            courier.failure = str(error) or type(error).__name__
+        form = self._form
+        mine = [form.nbytes, form.sent] if form is not None and courier.failure is None else None
+        everyone: list[Any] = gather_json(mine, self._world.control) if self._world.control is not None else [mine]
+        if None not in everyone:
+            self._say(self._amount(everyone))
+        return courier
+
+    def _amount(self, everyone: list[list[int]]) -> str:
+        """``everyone``: bytes that each rank copies, and those of them that it sends to the next host."""
+        here, before = self._where.here, (self._where.here - 1) % len(self._where.hosts)
+        hosts = [self._where.host_of(rank) for rank in range(self._world.size)]
+        own = sum(copied for host, (copied, _) in zip(hosts, everyone, strict=True) if host == here)
+        kept = sum(sent for host, (_, sent) in zip(hosts, everyone, strict=True) if host == before != here)
+        every = "every step" if self._where.every == 1 else f"every {self._where.every} steps"
+        return f"copies in memory: {size_text(2 * (own + kept))} on this host after {every}"
+
+    def _look(self) -> None:
+        """Find the tensors; where names or sizes are others than before, open banks for them."""
+        keeper = self._keeper
+        tensors, _ = keeper.own_tensors()
+        tensors |= keeper.own_state()
+        if self._statistics():
+            tensors |= keeper.own_statistics()
+        self._sources = keeper.sources
+        form = Form(tensors, self._sources, self._holders, self._where, self._world.rank)
+        before, self._form = self._form, form
+        if before is None or self._bank is None or before.table != form.table:
+            self._open(form, len(_encoded(self._facts())))
+
+    def _facts(self) -> dict[str, Any]:
+        """All ranks know the same of what is shared, so rank 0 alone writes it down."""
+        mine, shared = self._keeper.own_facts(self._sources.optimizers())
+        known: dict[str, Any] = {"mine": mine}
+        if self._world.rank == 0:
+            known |= {"shared": shared, "hosts": len(self._where.hosts)}
+        return known
+
+    def _open(self, form: Form, facts: int) -> None:
+        room, old = _ROOM + 2 * facts, self._bank
+        self._targets, self._unsettled, self._bank = [], [], None
+        here, opened = self._opened(self._where.here, form.table, room, form.nbytes)
+        self._bank = _mapped(self._where.pid, int(opened["fd"]), room, form.nbytes)
+        if self._bank is None:  # the launcher's memory cannot be written to from here, so it is sent there
+            self._bank = Bank.make(room, form.nbytes)
+            self._targets.append(Target(here, int(opened["bank"]), form.nbytes))
+        if (neighbour := self._where.neighbour) is not None:
+            line, opened = self._opened(neighbour, form.sent_table, room, form.sent)
+            self._targets.append(Target(line, int(opened["bank"]), form.sent))
+        self._slots: list[list[Tensor]] = form.inside(self._bank)
+        self._transfer.register(self._bank)
+        if old is not None:
+            old.close()
+
+    def _opened(
+        self, host: int, table: list[Placed], room: int, nbytes: int
+    ) -> tuple[snapshot_wire.Line, dict[str, Any]]:
+        line = self._lines.get(host)
+        if line is None:
+            line = self._lines[host] = self._where.call(host)
+        where, world = self._where, self._world
+        of = {"round": where.round, "engine": where.engine, "world": world.size, "rank": world.rank}
+        opened = line.ask("open", **of, room=room, nbytes=nbytes, table=[each.to_json() for each in table])
+        self._unsettled.append((host, int(opened["bank"])))
+        return line, opened
+
+    def _settle(self) -> None:
+        """All ranks have a whole copy in their newest banks: older ones are not needed any more."""
+        for host, number in self._unsettled if self._seq else ():
+            self._lines[host].ask("settle", bank=number)
+        self._unsettled = [] if self._seq else self._unsettled
+
+    def _copy(self, step: int) -> Callable[[], None]:
+        """Fill the next slot. What is returned completes the copy, in the background."""
+        if not self._sources.unchanged() and self._seq:
+            self._look()
+        form, facts = self._form, self._facts()
+        assert form is not None
+        assert self._bank is not None
+        text = _encoded(facts) if self._transfer.at_once else b""  # a GPU has not computed all of them yet
+        if (length := len(text) or self._facts_length + 1024) > self._bank.room:
+            self._open(form, length)
+        form.refresh(self._keeper.random_tensors())
+        self._seq += 1
+        slot = self._seq % 2
+        self._bank.break_seal(slot)
+        self._transfer.copy(self._slots[slot], form)
+        complete = Unfinished(self._bank, self._targets, self._seq, step, facts, text)
+        if self._transfer.at_once:
+            complete.seal()
+        return partial(self._complete, complete)
+
+    def _complete(self, copy: Unfinished) -> None:
+        if not self._transfer.at_once:
+            self._transfer.wait()
+            self._facts_length = copy.seal()
+        copy.send()
+
+    def _stop(self, failing: list[int], failure: str | None) -> None:
+        """Training goes on without copies. The last whole ones stay where they are."""
+        self._stopped = True
+        if failure is not None and self._world.rank != 0:
+            print(f"echelon: rank {self._world.rank} keeps no more copies: {failure}", file=sys.stderr, flush=True)
+        ranks = ", ".join(map(str, failing))
+        self._say(f"no more copies in memory from step {self._step + 1} on: rank {ranks}: {failure or 'see its log'}")
+
+
+def _encoded(facts: dict[str, Any]) -> bytes:
+    return json.dumps(facts, separators=(",", ":"), default=float).encode()
+
+
+def _mapped(pid: int, number: int, room: int, nbytes: int) -> Bank | None:
+    """The launcher's memory file, if this process may open it and it is the one that is meant."""
+    path = f"/proc/{pid}/fd/{number}"
+    with contextlib.suppress(OSError):
+        if not os.readlink(path).startswith("/memfd:echelon-copies"):
+            return None
+        fd = os.open(path, os.O_RDWR)
+        if os.fstat(fd).st_size == Bank.size(room, nbytes):
+            return Bank(fd, room, nbytes)
+        os.close(fd)
+    return None

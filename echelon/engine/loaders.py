@@ -1,0 +1,176 @@
+"""Feeding a run: the loaders of its replicas, and how many samples of the batch at hand count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from echelon.base.errors import UsageError
+from echelon.data import Loader
+from echelon.data.hugging_face import has_columns, refuse_whole
+from echelon.data.loader import reads_apart
+from echelon.data.order import per_replica
+from echelon.data.torch_loader import is_torch_loader, loader_request
+from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.world import World
+from echelon.engine.elastic import Beginning, shares
+from echelon.parallel.objective import count_samples, has_rows
+from echelon.plan import Plan
+
+if TYPE_CHECKING:
+    from echelon.parameter_server.worker.session import Served
+
+
+def is_data_set(data: Any) -> bool:
+    """Whether ``data`` holds samples, and not batches: a data set, or tensors side by side."""
+    tensors = isinstance(data, tuple) and bool(data) and all(isinstance(part, Tensor) for part in data)
+    return isinstance(data, Dataset) or tensors or has_columns(data)
+
+
+class Feeding:
+    """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        grid: Grid,
+        beginning: Beginning,
+        served: Served | None = None,
+        by_rank: bool = False,
+    ) -> None:
+        """by_rank: batch sizes are given for each rank, by someone who need not know how many make up a replica"""
+        self._beginning = beginning
+        self._world, self._plan, self._grid = world, plan, grid
+        self._replica, self._replicas = grid.index(*plan.data_axes), plan.replicas
+        if served and served.dense:  # workers know of one another through servers only
+            self._replica, self._replicas = served.worker, served.workers
+        self._ranks_per_replica = world.size // self._replicas if by_rank else 1
+        beginning.replicas = self._replicas
+        self._said: set[str] = set()
+        self._has_loader = False
+        self._share: int | None = None  # how many samples of the latest batch count
+
+    def judged(
+        self,
+        data: Any,
+        batch_size: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        say: Callable[[str], None],
+    ) -> Any:
+        """For an evaluation, in batches: of a data set this replica's share, or all of it where replicas cannot bring
+        their shares together; else ``data``, which is in batches already."""
+        refuse_whole(data, self._replicas)
+        is_loader = is_torch_loader(data) and not isinstance(data.dataset, IterableDataset)  # a stream may be a rank's
+        if batch_size is None and collate is None and not is_data_set(data) and not is_loader:
+            if not isinstance(data, Iterable):
+                raise UsageError(f"evaluate() takes a data set, a DataLoader or batches, got {type(data).__name__}")
+            return data
+        if isinstance(data, Loader):
+            raise UsageError("evaluate() was given a loader, which has its batch size and collate; leave them out here")
+        asked = loader_request(data, batch_size, None, {} if collate is None else {"collate": collate})
+        options = {**asked.options, "shuffle": False, "uneven": "join"}
+        if "batch_sampler" not in options:
+            options["batch_size"] = asked.batch_size or 64
+        if asked.options.get("uneven") == "drop":
+            self._say_once(say, "evaluate: drop_last=True of the DataLoader is left out: every sample counts once")
+        alone: dict[str, Any] = {"rank": 0, "world_size": 1} if self._replicas != self._plan.replicas else {}
+        return self.loader(asked.dataset, **options, **alone)
+
+    def _say_once(self, say: Callable[[str], None], line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            say(line)
+
+    def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
+        """``ahead`` is shown each batch before the one that comes before it is handed out."""
+        in_parts = self._plan.in_parts
+        return Loader(
+            dataset,
+            **{
+                "seed": self._world.seed,
+                "shares": self._plan.shares,
+                "rank": self._replica,
+                "world_size": self._replicas,
+                **options,
+            },
+            device=self._world.device,
+            group=self._grid.control(*self._plan.data_axes) if in_parts else self._world.control,
+            on_share=self._on_share,
+            ahead=ahead,
+        )
+
+    def training(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        global_batch: int | None,
+        say: Callable[[str], None],
+        ahead: Callable[[Any], None] | None,
+        options: dict[str, Any],
+    ) -> Loader:
+        """For training: a global batch of which the elastic rule, where one is in force, has had its say."""
+        if "batch_sampler" not in options:
+            size = self.replica_batch(batch_size, global_batch)
+            if self._beginning.rule is not None:
+                options = {**self._elastic_options(dataset, size, global_batch, say), **options}
+            options = {**options, "batch_size": size}
+        loader = self.loader(dataset, ahead, **options)
+        self._has_loader = True
+        news = self._beginning.made(loader.global_batch)
+        say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
+        return loader
+
+    def _elastic_options(
+        self, dataset: Any, size: int, global_batch: int | None, say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {"multiple": self._beginning.multiple, "on_change": say}
+        if global_batch is None or size * self._replicas == global_batch:
+            return options
+        if not reads_apart(dataset):
+            return {**options, "total": global_batch}
+        say(
+            f"a global batch of {global_batch} cannot be dealt out to {self._replicas} replicas that read parts of "
+            f"their own; {size} for each make {size * self._replicas}"
+        )
+        return options
+
+    def _dealt_out(self, loader: Loader) -> str:
+        total, replicas = loader.global_batch, self._replicas
+        return f"{loader.batch_size} per replica x {replicas}" if total % replicas == 0 else shares(total, replicas)
+
+    def replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
+        """Samples for each replica, from one of the two; where ranks may come and go, for the one with the most."""
+        if (batch_size is None) == (global_batch is None):
+            raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
+        if batch_size is not None:
+            return batch_size * self._ranks_per_replica
+        assert global_batch is not None
+        if self._beginning.rule is not None:
+            return -(-global_batch // self._replicas)
+        return per_replica(global_batch, self._replicas)
+
+    def rows(self, batch: Any, samples: float | None) -> float:
+        """Return how many samples a batch has: as the loader said, or its length; 0 for a stand-in.
+
+        samples: what the user says that its loss averages over
+        """
+        share = self.taken()
+        if share is not None or samples == 0:
+            return share or 0
+        return count_samples(batch) if samples is None or has_rows(batch) else samples
+
+    def taken(self) -> int | None:
+        """How many samples of the batch just handed out count; asked once a batch."""
+        share, self._share = self._share, None
+        return share
+
+    def is_fed(self, call: str) -> bool:
+        """Return True if the batch of this call comes from a loader made here, as far as that can be known."""
+        return self._share is not None if call == "step" else self._has_loader
+
+    def _on_share(self, samples: int) -> None:
+        self._share = samples

@@ -1,0 +1,99 @@
+"""OwnLoop: the engine's calls between ``backward`` and ``update``, where gradients are looked at or clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.base.errors import UsageError
+from echelon.engine.collective_calls import together
+from echelon.engine.update import Optimizers, parameters_of
+from echelon.parallel.clip import clip_gradients
+from echelon.parallel.data.local_gradients import clip_values
+
+if TYPE_CHECKING:
+    from echelon.distributed.world import World
+    from echelon.engine.consistency import Company
+    from echelon.engine.forward_backward import TrainingPasses
+    from echelon.engine.parallelize import Parts
+    from echelon.engine.update import Updates
+    from echelon.plan import Plan
+
+
+class OwnLoop:
+    """Exact on replicas, shards and splits alike. All ranks make these calls together."""
+
+    world: World
+    plan: Plan
+    steps: int
+    answer_roll: Callable[..., None]
+    _company: Company
+    _passes: TrainingPasses
+    _updates: Updates
+
+    if TYPE_CHECKING:
+
+        def _assembled(self, batch: Any = None) -> Parts: ...
+
+    @together("communicate")
+    def reduce(self, optimizer: str | None = None, samples: float | None = None) -> None:
+        """Reduce now what ``backward`` has added for the named optimizer (or all), where ``update`` would.
+
+        From here to ``update`` a parameter's ``.grad`` is what one process has; under ``shard`` and ``split``, the part
+        of it that this rank holds. No ``backward`` may follow before ``update``.
+        """
+        self._assembled()
+        self._reduce_early(self._updates.chosen(optimizer), samples)
+
+    @together("communicate")
+    def grad_norm(self, optimizer: str | None = None) -> Tensor:
+        """Return the 2-norm of all gradients of the whole model: those that wait for ``update``, else the last applied.
+
+        After ``step`` with ``clip`` that is the norm after clipping.
+        """
+        parts = self._assembled()
+        chosen = self._updates.chosen(optimizer)
+        self._refuse("grad_norm")
+        self._reduce_early(chosen)
+        with self._company.explained():
+            return parts.census.norm(parameters_of(chosen), self.world.device)
+
+    @together("communicate")
+    def clip_grad_norm_(self, max_norm: float, optimizer: str | None = None) -> Tensor:
+        """Scale the gradients that wait for ``update`` to a joint 2-norm of at most ``max_norm``; return their norm."""
+        parts, chosen = self._assembled(), self._waiting("clip_grad_norm_", optimizer)
+        with self._company.explained():
+            return clip_gradients(parameters_of(chosen), float(max_norm), parts.census, self.world.device)
+
+    @together("communicate")
+    def clip_grad_value_(self, clip_value: float, optimizer: str | None = None) -> None:
+        """Limit every entry of the gradients that wait for ``update`` to ``clip_value``, either way."""
+        self._assembled()
+        with torch.no_grad():
+            clip_values(parameters_of(self._waiting("clip_grad_value_", optimizer)), float(clip_value))
+
+    def _waiting(self, call: str, optimizer: str | None) -> Optimizers:
+        """The optimizers whose gradients wait, reduced."""
+        chosen = self._updates.chosen(optimizer)
+        self._refuse(call)
+        if not self._passes.is_waiting:
+            raise UsageError(
+                f"{call}(): no gradients wait for update(), and step() has applied its own; call it between "
+                "engine.backward(loss) and engine.update(), or give Strategy(clip=max_norm)"
+            )
+        self._reduce_early(chosen)
+        return chosen
+
+    def _refuse(self, call: str) -> None:
+        if self.plan.lean is not None or self.plan.dgc is not None:
+            by = "lean" if self.plan.lean is not None else "dgc"
+            raise UsageError(
+                f"{call}(): {by} does not keep whole gradients to look at; leave it out, or train without {by}"
+            )
+
+    def _reduce_early(self, optimizers: Collection[str], samples: float | None = None) -> None:
+        with self._company.explained():
+            self._passes.reduce_early(optimizers, samples, self.steps)

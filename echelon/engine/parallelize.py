@@ -1,0 +1,381 @@
+"""Assembly: from a whole model on every rank to each rank's part of it, and the parts that train that.
+
+The order matters and is here in one place: record the forward of the whole model, cut layers, let go of other stages,
+share batch-norm statistics, recompute, shard, then the optimizers and what reduces their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.local_state import Addend, Holdings, grouped_names, held_parameters
+from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.tensor_layout import Layout
+from echelon.distributed.world import World
+from echelon.engine.collective_calls import agree
+from echelon.engine.consistency import Company
+from echelon.engine.replace_optimizers import successors
+from echelon.nn.moe import MoE
+from echelon.optim.grad_scaler import Scaler
+from echelon.parallel.activation_checkpoint import apply_recompute
+from echelon.parallel.clip import Census
+from echelon.parallel.data.dgc import make_peers
+from echelon.parallel.data.gradients import AddsUp, Gradients, Reduces
+from echelon.parallel.data.local_sgd import LocalSteps
+from echelon.parallel.data.reducer import Carriers, Reducer
+from echelon.parallel.data.sync_batch_norm import synchronize
+from echelon.parallel.objective import Objective
+from echelon.parallel.optimizer_check import check_reach
+from echelon.parallel.param_norms import add_up_norms
+from echelon.parallel.partial_model_guard import guard_parts
+from echelon.parallel.pipeline.tied_weights import Ties
+from echelon.plan import Plan
+from echelon.plan.build import complete, owned_names
+from echelon.plan.segments import Segments
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.marks import within
+
+if TYPE_CHECKING:  # a run pays only for what its plan has
+    from echelon.parallel.pipeline.pipeline_runner import MicroBatches, Staged
+    from echelon.parallel.zero import Shards
+    from echelon.plan.stage_trace import Recording
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What splitting did: layouts of the parameters that are cut, and those held whole with partial gradients."""
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    partial: Collection[str] = ()
+
+
+@dataclass
+class Parts:
+    """What trains one rank's part of a model."""
+
+    plan: Plan
+    holdings: Holdings
+    optimizers: dict[str, torch.optim.Optimizer]
+    gradients: Gradients
+    scaler: Scaler
+    census: Census
+    local: LocalSteps | None
+    staged: Staged | MicroBatches | None
+    shards: Shards | None
+    remarks: list[str] = field(default_factory=list)  # what the user may not expect
+    cut: Collection[str] = ()  # parameters of all stages that are split
+
+
+def assemble(
+    world: World,
+    company: Company,
+    grid: Grid,
+    model: nn.Module,
+    objective: Objective,
+    given: Optimizers,
+    plan: Plan,
+    marks: Marks,
+    batch: Any,
+) -> Parts:
+    """Cut and stage the model as the plan says, with ``batch`` to record a pipeline's forward on."""
+    names, owned = grouped_names(model, given), owned_names(model, given)
+    stages = _record(plan, marks, objective, model, batch)
+    _let_go(stages, model, given, grid)
+    applied = _split(plan, model, stages, grid)
+    remarks = check_reach(plan, given, model, applied.layouts)
+    _cut_state(model, given, applied)
+    cut: Collection[str] = ()
+    if plan.in_parts:
+        assert world.control is not None
+        known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
+        cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
+        plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
+        agree(plan, world.control)
+    _change_modules(world, company, plan, model, grid)
+    parameters = held_parameters(model)
+    carriers = _carriers(plan, grid)
+    shards = _shard(world, plan, model, parameters, applied, given, grid)
+    held = dict(parameters) | (shards.shards if shards else {})
+    counted = {name for name in held if _counts(plan, name, grid, applied, shards)}
+    holdings = Holdings(
+        model=model,
+        parameters=held,
+        layouts={**applied.layouts, **(shards.layouts if shards else {})},
+        cuts=applied.layouts,
+        groups=names,
+        addends=_addends(plan, grid),
+        counted=frozenset(counted),
+        speaks=frozenset(counted | _spoken_buffers(plan, model, grid)),
+    )
+    peers = make_peers(plan, world, company.groups) if plan.dgc else None
+    optimizers = successors(plan, given, held, peers)
+    add_up_norms(optimizers, holdings, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
+    scaler = Scaler(plan.amp)
+    local = LocalSteps(plan, model, optimizers, scaler, carriers[("replicate",)][0]) if plan.local else None
+    census = _census(plan, holdings, grid, alone=local is not None)
+    reducers: dict[str, Reduces] = {}
+    sums: list[AddsUp] = [Ties(plan, grid, held)] if plan.stages else []
+    if shards is not None:
+        from echelon.parallel.zero.split_sums import SplitSums
+
+        reducers = {key: shards.reducer(key) for key in optimizers}
+        sums += [SplitSums(plan, shards, grid)] if grid.size("split") > 1 else []
+    elif plan.lean is not None:
+        reducers = _updating(plan, optimizers, carriers)
+    elif any(carriers.values()) and local is None:
+        within = peers.within if peers else None
+        reducers = {key: Reducer(plan, key, parameters, carriers, grid.at["stage"], within) for key in optimizers}
+    gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums)
+    staged = _staged(world, plan, model, objective, grid)
+    guard_parts(plan, model)
+    return Parts(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, remarks, cut)
+
+
+def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, batch: Any) -> Recording | None:
+    if plan.mesh.get("stage", 1) == 1:
+        return None
+    from echelon.parallel.pipeline.pipeline_runner import micro_batches
+    from echelon.plan.called_modules import refuse_scripted
+    from echelon.plan.partition import balance_stages
+    from echelon.plan.stage_trace import record
+
+    assert plan.pipeline is not None
+    refuse_scripted(model)
+    sample = micro_batches(batch, plan.pipeline.micro_batches)[0].batch
+    units = marks.units or (plan.stages.units if plan.stages else {})
+    if not units:
+        count = plan.pipeline.stages or plan.mesh["stage"]
+        units = balance_stages(model, count, objective, sample, plan.pipeline.weights)
+    return record(objective, model, sample, units)
+
+
+def _split(plan: Plan, model: nn.Module, stages: Recording | None, grid: Grid) -> Cut:
+    if not plan.splits:
+        return Cut()
+    from echelon.parallel.tensor import SplitAxis, apply_split
+
+    group = grid.group("split")
+    assert group is not None
+    axis = SplitAxis(group, dist.get_rank(group), grid.size("split"), plan.spread)  # torch sorts a group's ranks
+    here = _here(model, stages, grid)
+    applied = apply_split(model, {name: mark for name, mark in plan.splits.items() if here(name)}, axis)
+    return Cut(applied.layouts, applied.partial)
+
+
+def _cut_state(model: nn.Module, given: Optimizers, applied: Cut) -> None:
+    """An optimizer that has state already keeps the part that belongs to what is left of its parameters."""
+    layouts: dict[torch.Tensor, Layout] = {
+        p: applied.layouts[name] for name, p in model.named_parameters() if name in applied.layouts
+    }
+    for optimizer in given.values():
+        for parameter, state in optimizer.state.items():
+            for field_name, value in state.items():
+                layout = layouts.get(parameter)
+                if layout and isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape:
+                    state[field_name] = layout.take(value)
+
+
+def _here(model: nn.Module, stages: Recording | None, grid: Grid) -> Callable[[str], bool]:
+    """Whether a module runs on this rank. One that does not must send no messages: it is only asked for shapes."""
+    if stages is None:
+        return lambda name: True
+    from echelon.parallel.pipeline.stage_modules import holds
+
+    mine = hosted_stages(stages, grid)
+    foreign = [unit for unit, stage in stages.units.items() if stage not in mine]
+
+    def here(name: str) -> bool:
+        inside = any(within(name, unit) for unit in foreign)
+        return not inside and holds(model.get_submodule(name))
+
+    return here
+
+
+def _let_go(stages: Recording | None, model: nn.Module, given: Optimizers, grid: Grid) -> None:
+    """Other stages' weights leave this rank, and its optimizers."""
+    if stages is None:
+        return
+    from echelon.parallel.pipeline.stage_modules import keep_only
+
+    foreign = set(map(id, model.parameters()))
+    keep_only(model, stages, hosted_stages(stages, grid))
+    foreign -= set(map(id, held_parameters(model).values()))
+    for optimizer in given.values():
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in foreign]
+        for parameter in [p for p in optimizer.state if id(p) in foreign]:
+            del optimizer.state[parameter]
+
+
+def hosted_stages(stages: Recording, grid: Grid) -> list[int]:
+    """The stages that run on this rank."""
+    return list(range(grid.at["stage"], 1 + max(stages.units.values()), grid.size("stage")))
+
+
+def _change_modules(world: World, company: Company, plan: Plan, model: nn.Module, grid: Grid) -> None:
+    here = _here(model, plan.stages, grid)
+    _count_experts_together(plan, model, grid, here)
+    shared = grid.new_group(*plan.data_axes)
+    if plan.sync_batch_norm and shared is not None:
+        company.remarks.extend(_norms_between_stages(plan))
+        synchronize(model, filter(here, plan.sync_batch_norm), shared, company.attend, company.remarks.append)
+    if plan.recompute or plan.chains:
+        together = grid.control("replicate", "split") if plan.in_parts else world.control
+        segments, chains = recomputed_here(plan, grid)
+        apply_recompute(model, segments, chains, offload=plan.offload, group=together)
+
+
+def _norms_between_stages(plan: Plan) -> Iterator[str]:
+    """Yield a line for each module that holds stages and calls batch norm itself: no rank runs it as a whole."""
+    units = plan.stages.units if plan.stages else {}
+    for name in plan.sync_batch_norm:
+        if any(unit != name and within(unit, name) for unit in units):
+            where = f"'{name}'" if name else "the model"
+            yield (
+                f"batch norm: forward of {where} calls F.batch_norm outside of any stage; "
+                "its statistics stay those of each replica: move the call into a module with a stage"
+            )
+
+
+def recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:
+    """In a pipeline, what lies inside this rank's units; where segments would reach over them, each unit is one."""
+    if plan.stages is None:
+        return plan.recompute, plan.chains
+    mine = hosted_stages(plan.stages, grid)
+    units = [unit for unit, stage in plan.stages.units.items() if stage in mine]
+
+    everywhere = list(plan.stages.units)
+
+    def lies_in(units: list[str], name: str) -> bool:
+        return any(within(name, unit) for unit in units)
+
+    spans = [names[0] if len(names) == 1 else names[0].rpartition(".")[0] for names in plan.recompute]
+    if not all(lies_in(everywhere, name) for name in [*spans, *plan.chains]):
+        return tuple((unit,) for unit in units), ()
+    segments = tuple(names for names, span in zip(plan.recompute, spans, strict=True) if lies_in(units, span))
+    return segments, tuple(name for name in plan.chains if lies_in(units, name))
+
+
+def _count_experts_together(plan: Plan, model: nn.Module, grid: Grid, here: Callable[[str], bool]) -> None:
+    """Experts' capacity is for the tokens of a global batch, whoever routes them."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not layers or not plan.ranks > 1:
+        return
+    from echelon.parallel.expert.split_moe import SplitMoE, count_together
+
+    routing, sharing = grid.group("replicate", "split"), grid.group(*plan.data_axes)
+    for name, layer in layers:
+        everyone = routing if isinstance(layer, SplitMoE) else sharing
+        if here(name) and everyone is not None:
+            count_together(layer, everyone)
+
+
+def _carriers(plan: Plan, grid: Grid) -> dict[tuple[str, ...], list[dist.ProcessGroup]]:
+    """By axes, the groups that carry buckets."""
+    axes = sorted({bucket.axes for bucket in plan.buckets} | {("replicate",)})
+    made = {along: [grid.new_group(*along) for _ in range(plan.communicators)] for along in axes}
+    return {along: [group for group in groups if group is not None] for along, groups in made.items()}
+
+
+def _shard(
+    world: World,
+    plan: Plan,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    applied: Cut,
+    given: Optimizers,
+    grid: Grid,
+) -> Shards | None:
+    if plan.shard is None:
+        return None
+    from echelon.parallel.zero import Shards
+
+    here = [b for b in plan.buckets if grid.at["stage"] in b.places]
+    buckets = {key: [b.parameters for b in here if b.optimizer == key] for key in given}
+    return Shards(
+        model,
+        parameters,
+        {name: applied.layouts.get(name) or Layout(tuple(p.shape)) for name, p in parameters.items()},
+        given,
+        grid.group("replicate"),
+        buckets,
+        plan.shard.level,
+        plan.shard.offload,
+        world.device,
+        gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
+        shared=on_several_places(plan, grid),
+    )
+
+
+def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[str, Reduces]:
+    """What steps while backward runs, and sums gradients over replicas before it."""
+    from echelon.parallel.low_memory.backward_updates import updates_in_backward
+
+    carrier = next(iter(carriers[("replicate",)]), None)
+    return {key: updates_in_backward(plan, key, optimizer, carrier) for key, optimizer in optimizers.items()}
+
+
+def on_several_places(plan: Plan, grid: Grid) -> set[str]:
+    """Parameters that several places along the stage axis hold."""
+    holders = plan.stages.holders if plan.stages else {}
+    return {name for name, stages in holders.items() if len({stage % grid.size("stage") for stage in stages}) > 1}
+
+
+def _leads(plan: Plan, name: str, grid: Grid) -> bool:
+    """Whether no earlier place along the stage axis holds this parameter."""
+    if plan.stages is None:
+        return True
+    return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
+
+
+def _addends(plan: Plan, grid: Grid) -> dict[str, Addend]:
+    """Of the gradients that this rank's backward makes. Sharded ones are sums over replicas from the first pass on."""
+    summed = plan.shard is not None and plan.shard.level > 1
+    found: dict[str, Addend] = {}
+    for bucket in plan.buckets:
+        if grid.at["stage"] not in bucket.places:
+            continue
+        axes = [axis for axis in bucket.axes if not (summed and axis == "replicate")]
+        ranks, place = grid.size(*axes), bucket.places.index(grid.at["stage"])
+        one = Addend(place * ranks + grid.index(*axes), len(bucket.places) * ranks)
+        found |= dict.fromkeys(bucket.parameters, one)
+    return found
+
+
+def _counts(plan: Plan, name: str, grid: Grid, applied: Cut, shards: Shards | None) -> bool:
+    first_or_own = grid.at["replicate"] == 0 if shards is None or name not in shards.counts else shards.counts[name]
+    return _leads(plan, name, grid) and first_or_own and (grid.at["split"] == 0 or name in applied.layouts)
+
+
+def _spoken_buffers(plan: Plan, model: nn.Module, grid: Grid) -> set[str]:
+    if grid.at["replicate"] or grid.at["split"]:
+        return set()
+    return {name for name, _ in model.named_buffers() if plan.stages is None or _leads(plan, name, grid)}
+
+
+def _census(plan: Plan, holdings: Holdings, grid: Grid, alone: bool) -> Census:
+    in_parts = plan.in_parts or plan.shard is not None
+    everyone = grid.group("replicate", "stage", "split")
+    counted = {id(holdings.parameters[name]) for name in holdings.counted}
+    return Census(counted, everyone if in_parts else None, everyone if (in_parts or plan.dgc) and not alone else None)
+
+
+def _staged(
+    world: World, plan: Plan, model: nn.Module, objective: Objective, grid: Grid
+) -> Staged | MicroBatches | None:
+    if plan.pipeline is None:
+        return None
+    from echelon.parallel.pipeline.pipeline_runner import MicroBatches, Staged
+
+    if plan.stages is None:
+        return MicroBatches(objective, plan.pipeline.micro_batches)
+    return Staged(plan, model, objective, grid, hosted_stages(plan.stages, grid), world)

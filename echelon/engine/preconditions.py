@@ -1,0 +1,35 @@
+"""Checks of what ``distribute()`` is given, before anything is made of it: each failure is one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from echelon.base.errors import UsageError
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no shape yet."""
+    lazy: Callable[[torch.Tensor], bool] = is_lazy  # torch's own annotation calls what follows unreachable
+    for name, parameter in model.named_parameters():
+        if lazy(parameter):
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UsageError(
+                f"'{name}' of a {owner} has no shape before the first batch; run one through the model before "
+                "distribute(): with torch.no_grad(): model(batch)"
+            )
+
+
+def check_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that runs the model itself."""
+    for key, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"optimizer '{key}' is {type(optimizer).__name__}, whose step() calls a closure that runs the model "
+                "several times, and the engine runs it once a step; use Adam, AdamW or SGD"
+            )

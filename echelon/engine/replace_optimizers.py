@@ -1,0 +1,55 @@
+"""The optimizer that runs in place of the one that was given, where the plan says so. They share parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from echelon.optim.from_torch import lamb_from, lars_from
+from echelon.parallel.data.dgc import Peers, SparseMomentum
+from echelon.plan import Plan
+
+
+def replaced_decay(plan: Plan, given: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+    """A line for each optimizer whose own weight decay gives way to that of the strategy."""
+    name, settings = ("lars", plan.lars) if plan.lars else ("lamb", plan.lamb)
+    if settings is None:
+        return []
+    own = {key: o.param_groups[0].get("weight_decay", 0) for key, o in given.items()}
+    return [
+        f"{name}: weight decay {settings.weight_decay:g}, in place of {decay:g} of the optimizer '{key}'"
+        for key, decay in own.items()
+        if decay not in (0, settings.weight_decay)
+    ]
+
+
+def successors(
+    plan: Plan, given: Mapping[str, torch.optim.Optimizer], named: Mapping[str, nn.Parameter], peers: Peers | None
+) -> dict[str, torch.optim.Optimizer]:
+    """For each optimizer, by name, the one that takes its steps. ``named``: what this rank holds of the model."""
+    return {key: _successor(plan, key, optimizer, named, peers) for key, optimizer in given.items()}
+
+
+def _successor(
+    plan: Plan,
+    key: str,
+    given: torch.optim.Optimizer,
+    named: Mapping[str, nn.Parameter],
+    peers: Peers | None,
+) -> torch.optim.Optimizer:
+    owned = {id(p) for group in given.param_groups for p in group["params"]}
+    undecayed = [named[name] for name in plan.undecayed if name in named and id(named[name]) in owned]
+    if plan.lars is not None:
+        s = plan.lars
+        return lars_from(given, coeff=s.coeff, weight_decay=s.weight_decay, eps=s.eps, exclude=undecayed)
+    if plan.lamb is not None:
+        return lamb_from(given, weight_decay=plan.lamb.weight_decay, eps=plan.lamb.eps, exclude=undecayed)
+    if plan.lean is not None:
+        from echelon.parallel.low_memory.adam import LeanAdam
+
+        return LeanAdam(given, plan.lean, named)
+    if peers is not None:
+        return SparseMomentum(given, plan, key, named, peers)
+    return given

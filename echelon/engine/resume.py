@@ -1,0 +1,144 @@
+"""Resuming: where training goes on from, and what is said of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.base.errors import CheckpointError, Damaged
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.world import World
+from echelon.engine.checkpointing import Keeper
+from echelon.engine.in_memory.checkpointer import Memories
+from echelon.observability.metrics.run_logger import Voice
+
+if TYPE_CHECKING:
+    from echelon.checkpoint import Stored
+    from echelon.engine.parallelize import Parts
+    from echelon.parameter_server.worker.session import Served
+
+
+class Resuming:
+    """Puts state back in its place. Its calls return the last step of what is gone on from.
+
+    A pipeline that no batch has cut has no place for it yet: then only loaders go on, and the rest waits for ``takes``.
+    """
+
+    def __init__(
+        self, world: World, keeper: Keeper, served: Served | None, memories: Memories | None, voice: Voice
+    ) -> None:
+        self._world, self._keeper, self._served, self._memories = world, keeper, served, memories
+        self._voice = voice
+        self._parts: Parts | None = None
+        self._waiting: Stored | None = None
+        self._put: Stored | None = None
+
+    def takes(self, parts: Parts, step: int) -> int:
+        """From now on there is a place for it; what was waiting for one is put there. ``step``: where nothing was."""
+        self._parts, waiting = parts, self._waiting
+        if waiting is None:
+            return step
+        if waiting is not self._put:  # it was named by the user
+            return self._restore(waiting, parts)
+        if (line := self._damage(waiting)) is not None:
+            raise Damaged(f"{line}; remove it, and the same command goes on from the one before it")
+        return self._gone_on()
+
+    def load(self, source: str | Path | Stored) -> int:
+        if self._parts is not None:
+            return self._restore(source, self._parts)
+        self._waiting = self._keeper.peek(source)
+        return self._waiting.step
+
+    def newest(self, step: int) -> int:
+        """Go on from what this worker left with servers, from copies in memory, or from the newest checkpoint that is
+        whole. ``step``: where there is nothing."""
+        if self._served is not None and (left := self._served.resumed) is not None:
+            step = self._keeper.take_up(left)
+            self._voice.resumed(f"went on after step {step}, where this worker was before it was started again")
+            return step
+        return self._first_whole(step)
+
+    def _restore(self, source: str | Path | Stored, parts: Parts) -> int:
+        return self._announced(self._put_back(source, parts))
+
+    def _put_back(self, source: str | Path | Stored, parts: Parts) -> Stored:
+        stored = self._keeper.load(source, loaders=self._waiting is None, served=self._served)
+        self._waiting = None
+        if parts.shards is not None:
+            parts.shards.refresh()
+        return stored
+
+    def _announced(self, stored: Stored) -> int:
+        """Say what training goes on from; returns its step."""
+        if self._keeper.average is not None and stored.facts.get("ema") is None:
+            self._voice.say("ema: the checkpoint has no averaged weights; the average begins again from its weights")
+        self._voice.resumed(f"resumed from {stored.title}, after step {stored.step}{stored.origin}")
+        if stored.world_size != self._world.size:
+            ranks = f"saved by {stored.world_size} ranks, resumed by {self._world.size}"
+            self._voice.say(f"{ranks}: random streams start afresh")
+        for line in self._keeper.given.overruled(stored.facts.get("given")):
+            self._voice.say(line, "warning")
+        return stored.step
+
+    def _first_whole(self, step: int) -> int:
+        """Ranks read different parts of a checkpoint: what one of them finds damaged, none goes on from."""
+        line: str | None = None
+        for source in self._sources():
+            if (line := self._damage(source)) is None:
+                return self._gone_on()
+            self._voice.say(f"{line}; looking at the one before it")
+        if line is not None:
+            count = len(self._kept())
+            which = (
+                f"none of {count} checkpoints is whole"
+                if count
+                else "no copy in memory is good, and there is no checkpoint"
+            )
+            raise CheckpointError(f"{which}: {line}")
+        return step
+
+    def _sources(self) -> Iterator[Path | Stored]:
+        """Copies in memory, then checkpoints, the newest first."""
+        for skipped in itertools.count():
+            copies = self._memories.newest(skipped) if self._memories is not None else None
+            if copies is None:
+                break
+            yield copies
+        yield from self._kept()
+
+    def _kept(self) -> list[Path]:
+        """Return the run's checkpoints as rank 0 lists them: another job may be writing there meanwhile."""
+        paths = self._keeper.kept()
+        if self._world.control is None:
+            return paths
+        return [Path(path) for path in gather_json([str(path) for path in paths], self._world.control)[0]]
+
+    def _damage(self, source: Path | Stored) -> str | None:
+        """Put this back in its place, on all ranks; returns why one of them cannot go on from it, None if all can."""
+        mine = self._own_damage(source)
+        found = [mine] if self._world.control is None else gather_json(mine, self._world.control)
+        return next(filter(None, found), None)
+
+    def _own_damage(self, source: Path | Stored) -> str | None:
+        try:
+            if self._parts is None:
+                if self._world.rank == 0 and isinstance(source, Path):  # too late to choose another when it is read
+                    self._keeper.verify(source)
+                self._waiting = self._put = self._keeper.peek(source)
+            else:
+                self._put = self._put_back(source, self._parts)
+                self._keeper.refuse_spoiled(self._put)
+        except CheckpointError as error:
+            has_gone = isinstance(source, Path) and not source.exists()  # removed after it was listed
+            if not has_gone and not isinstance(error, Damaged):
+                raise
+            return str(error)
+        return None
+
+    def _gone_on(self) -> int:
+        """Training goes on from what was put in its place last; returns its step."""
+        assert self._put is not None
+        return self._put.step if self._parts is None else self._announced(self._put)

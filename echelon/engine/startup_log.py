@@ -1,0 +1,69 @@
+"""What a run says of itself at its start: what will run, and what the user may not expect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from echelon.distributed.world import World
+from echelon.engine.device_placement import Held, placement_table
+from echelon.engine.update import parameters_of
+from echelon.fastpath.startup_lines import lines
+from echelon.plan import Plan
+from echelon.strategy.annotations.annotate import Marks
+
+
+def announcement(
+    world: World,
+    plan: Plan,
+    notices: Collection[str],
+    model: nn.Module,
+    held: Mapping[str, Tensor],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    statistics: bool,
+    separate: str | None = None,
+) -> Iterator[str]:
+    """All of it.
+
+    held:       what is in place of some of the model's parameters
+    statistics: replicas each have batch-norm statistics of their own
+    separate:   the processes of a job whose workers know of one another through servers only; the plan's mesh is then
+                this worker's alone
+    """
+    processes = separate or f"{world.size} x {world.device.type} ({world.backend})"
+    yield f"{processes}, {world.place.launcher}"
+    yield from plan.describe().splitlines()[bool(separate) :]
+    yield from lines(plan.fast)
+    yield from notices
+    if statistics:
+        remedy = "" if plan.local else "; sync_batch_norm=True gives those of one process"
+        yield f"batch norm: statistics per replica (inexact){remedy}"
+    yield from _left_out(model, held, {id(p) for p in parameters_of(optimizers)})
+
+
+def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[int]) -> Iterator[str]:
+    """Parameters that no optimizer has; those it has are known by identity."""
+    trained = [(name, held.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
+    left = [name for name, p in trained if id(p) not in owned]
+    if left:
+        yield f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ..."
+
+
+def placement(plan: Plan, marks: Marks, ranks_per_host: int, cut: Collection[str]) -> list[str]:
+    """Return which devices hold which part of the model; ``cut``: parameters that splitting has cut."""
+    units, splits = plan.stages.units if plan.stages else {}, plan.splits or marks.splits
+    holders = plan.stages.holders if plan.stages else {}
+    held = Held({p.name: holders.get(p.name, ()) for p in plan.model}, cut, _shared(plan))
+    shown = dataclasses.replace(marks, units=units, splits=splits)
+    return placement_table(shown, plan.mesh, plan.order, ranks_per_host, held)
+
+
+def _shared(plan: Plan) -> str:
+    parts = plan.mesh.get("replicate", 1)
+    if plan.shard is None or parts == 1:
+        return ""
+    what = {1: "optimizer state ", 2: "gradients and optimizer state ", 3: ""}[plan.shard.level]
+    return f"{what}in {parts} parts (shard {plan.shard.level})"

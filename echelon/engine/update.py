@@ -1,0 +1,102 @@
+"""Updates: gradients that are ready are clipped and applied, by optimizers here or on servers; schedules follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from echelon.base.errors import UsageError, nearest
+from echelon.distributed.world import World
+from echelon.engine.consistency import Company
+from echelon.engine.lr_schedules import Schedules
+from echelon.parallel.clip import clip_gradients
+from echelon.parallel.lr_scaling import scaled_rates
+from echelon.parallel.step_guard import StepGuard
+
+if TYPE_CHECKING:
+    from echelon.engine.parallelize import Parts
+    from echelon.parameter_server.worker.session import Served
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+class Updates:
+    """One update is ``begin``, ``weights`` where there is something to apply, ``end``.
+
+    given: the optimizers that the user made, whatever steps in their place; schedules drive them
+    guard: lets these steps through, and no others
+    """
+
+    def __init__(
+        self,
+        world: World,
+        given: Optimizers,
+        schedules: Schedules,
+        served: Served | None,
+        parts: Parts,
+        company: Company,
+        guard: StepGuard,
+    ) -> None:
+        self._guard = guard
+        self._world, self._given, self._schedules, self._served = world, given, schedules, served
+        self._optimizers, self._company = parts.optimizers, company
+        self._clip, self._census, self._shards = parts.plan.clip, parts.census, parts.shards
+        self._gradients, self._scaler, self._local = parts.gradients, parts.scaler, parts.local
+        self._owned = _parameter_count(given)
+
+    def chosen(self, name: str | None) -> Optimizers:
+        """The optimizer of that name, or all of them."""
+        if name is None:
+            return self._optimizers
+        if name not in self._optimizers:
+            raise UsageError(f"there is no optimizer '{name}'{nearest(name, self._optimizers)}")
+        return {name: self._optimizers[name]}
+
+    def begin(self, optimizers: Optimizers) -> float:
+        """The learning rate of the update, before schedules change it and without what scales it."""
+        if self._world.size > 1 and _parameter_count(self._given) != self._owned:  # they are reduced by nobody
+            raise UsageError("an optimizer was given more parameters after distribute(); call distribute() again")
+        return float(next(iter(optimizers.values())).param_groups[0]["lr"])
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to apply."""
+        return self._gradients.overflowed or self._gradients.empty
+
+    def weights(self, optimizers: Optimizers, factor: float, loss: Tensor) -> None:
+        """Apply the gradients of ``loss`` at ``factor`` times the learning rate."""
+        served = self._served
+        if self._clip is not None:
+            clip_gradients(parameters_of(optimizers), self._clip, self._census, self._world.device)
+        if served is None or served.steps_here:
+            with scaled_rates(optimizers.values(), factor), self._guard:
+                for optimizer in optimizers.values():
+                    optimizer.step()
+        if served is not None:
+            with self._company.explained():
+                served.update(self._gradients.own_samples, float(self._gradients.weights), loss)
+        if self._shards is not None:
+            self._shards.after_step(optimizers)
+        if self._schedules.all:
+            self._schedules.after_update([self._given[key] for key in optimizers])
+
+    def end(self, step: int, loss: Tensor, rate: float) -> Sequence[str]:
+        """Gradients are done with. Where replicas step alone, it may be time to meet. What there is to be said."""
+        news = self._scaler.update(finite=not self._gradients.overflowed) if self._scaler.active else None
+        self._gradients.applied()
+        if self._local is None:
+            return () if news is None else (news,)
+        with self._company.explained():
+            met = self._local.after_step(step, loss, rate)
+        return [line for line in (news, met) if line is not None]
+
+
+def parameters_of(optimizers: Optimizers) -> list[nn.Parameter]:
+    return [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+
+
+def _parameter_count(optimizers: Optimizers) -> int:
+    return sum(len(group["params"]) for optimizer in optimizers.values() for group in optimizer.param_groups)

@@ -1,0 +1,78 @@
+"""The whole model again, from the parts that ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.checkpoint.training_state import model_aliases
+from echelon.distributed.activity import waiting
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.local_state import Holdings
+from echelon.distributed.tensor_layout import Layout, Part
+
+
+@torch.no_grad()
+def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by name, whole, in host memory, on every rank. All ranks call it.
+
+    Tied weights are there under each of their names, as in ``state_dict()``.
+    """
+    return assembled_state(holdings, holdings.tensors(), control if in_parts else None)
+
+
+@torch.no_grad()
+def assembled_state(
+    holdings: Holdings, mine: dict[str, Tensor | Part], control: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Return the whole state of which this rank has ``mine``; ``control=None``: what is here is whole."""
+    found = put_together(mine, holdings.speaks, control)
+    return found | {second: found[first] for second, first in model_aliases(holdings.model).items()}
+
+
+@torch.no_grad()
+def put_together(
+    mine: dict[str, Tensor | Part], speaks: Collection[str], control: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Whole tensors from what each rank has of them and ``speaks`` for; ``control=None``: what is here is whole."""
+    if control is None:
+        return {name: _plain(value).cpu().clone() for name, value in mine.items()}
+    spoken = {name: value for name, value in mine.items() if name in speaks}
+    offers = gather_json({name: _facts(value) for name, value in spoken.items()}, control)
+    merged: dict[str, Any] = {name: facts for offer in reversed(offers) for name, facts in offer.items()}
+    return {name: _assembled(name, facts, spoken, control) for name, facts in sorted(merged.items())}
+
+
+def _assembled(name: str, facts: list[Any], spoken: dict[str, Tensor | Part], control: dist.ProcessGroup) -> Tensor:
+    """Each piece comes from one rank, zeros from the others: added as bytes, so that every type comes through."""
+    shape, dtype = tuple(facts[0]), getattr(torch, facts[1])
+    whole = torch.zeros(shape, dtype=dtype)
+    if name in spoken:
+        value = spoken[name]
+        part = value if isinstance(value, Part) else Part(value, Layout(shape))
+        local = part.tensor.cpu()
+        for box in part.layout.boxes():
+            target = whole
+            for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                target = target.narrow(dim, begin, size)
+            target.copy_(box.of(local))
+    if math.prod(shape):
+        raw = whole.reshape(-1).view(torch.uint8)
+        with waiting("whole state", name, control):
+            dist.all_reduce(raw, group=control)
+        whole = raw.view(dtype).reshape(shape)
+    return whole
+
+
+def _facts(value: Tensor | Part) -> list[Any]:
+    shape = value.layout.shape if isinstance(value, Part) else tuple(value.shape)
+    return [list(shape), str(_plain(value).dtype).removeprefix("torch.")]
+
+
+def _plain(value: Tensor | Part) -> Tensor:
+    return value.tensor if isinstance(value, Part) else value

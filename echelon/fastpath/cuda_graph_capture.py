@@ -1,0 +1,182 @@
+"""One forward and backward pass as a CUDA graph, with the memory it reads its batch from."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from echelon.fastpath.guards import Readings
+from echelon.fastpath.step_signature import Signature
+
+Backward = Callable[[Tensor | float], None]
+Run = Callable[[Any], tuple[Tensor, Backward]]
+
+
+class Captured:
+    """``merges``: gradients of several passes are added up before they are used. ``told``: as of Rehearsal."""
+
+    def __init__(self, model: nn.Module, batch: Any, readings: Readings, plain: Run, merges: bool, told: bool) -> None:
+        self._readings, self._plain, self._merges, self._told = readings, plain, merges, told
+        self._signature = Signature(model, batch)
+        leaves, self._structure = tree_flatten(batch)
+        self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._parameters = list(model.parameters())
+        self._gradients: list[Tensor | None] = []
+        self.device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        self._weight, self._loss = torch.ones((), device=self.device), torch.zeros((), device=self.device)
+        self.loss = self._loss  #: of this step; in memory of its own, since callers keep losses
+
+    def fits(self, batch: Any) -> bool:
+        """Whether a replay would do what running the step does."""
+        return self._signature.fits(batch) and self._readings.changed() is None
+
+    def run(self, batch: Any) -> tuple[Tensor, Backward]:
+        self.take(batch)
+        return self.loss, self.replay
+
+    def take(self, batch: Any) -> None:
+        for mine, given in zip(self._leaves, tree_leaves(batch), strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+        self.loss = torch.empty_like(self._loss)
+
+    def replay(self, weight: Tensor | float) -> None:
+        """The pass of the batch that was taken, of the loss times ``weight``."""
+        self._weight.fill_(weight)
+        self._launch()
+        self.loss.copy_(self._loss)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            else:  # the next replay writes over it, so what is to be merged must be a copy
+                parameter.grad = gradient.clone() if self._merges else gradient
+
+    def capture(self) -> None:
+        """Note down what a pass does, which does not run it. Gradients so far are put aside: those of the graph are
+        written anew by each replay."""
+        kept = [parameter.grad for parameter in self._parameters]
+        self._set([None] * len(kept))
+        try:
+            self._capture()
+            self._gradients = [parameter.grad for parameter in self._parameters]
+        finally:
+            self._set(kept)
+
+    def _capture(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # other threads (loaders' pinned memory) go on using the device meanwhile
+        capturing = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+        with _put_right(self._graph, self.device), _none_compiled(), _telling(self._told), capturing:
+            self._loss = self._pass()
+
+    def _pass(self) -> Tensor:
+        loss, backward = self._plain(tree_unflatten(self._leaves, self._structure))
+        backward(self._weight)
+        return loss.detach()
+
+    def _launch(self) -> None:
+        self._graph.replay()
+
+    def _set(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _none_compiled() -> contextlib.AbstractContextManager[None]:
+    """A compiler at work would spoil a capture in a way that takes the stream with it; so it refuses before."""
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
+
+
+@contextlib.contextmanager
+def _put_right(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """A capture that fails leaves torch on its stream, and random generator and allocator believing that it goes on."""
+    index = index_of(device)
+    generator = generator_of(device)
+    before, stream = generator.clone_state(), torch.cuda.current_stream(device)
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(before)
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(index, graph.pool())
+        with contextlib.suppress(Exception):  # what was left of the error is read, and is over with that
+            torch.cuda.synchronize(device)
+        raise
+
+
+def index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """What random numbers on the device come from."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[index_of(device)]
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether a graph, which never gives its memory back, leaves room for a step beside it: a batch of another size, an
+    evaluation."""
+    held = torch.cuda.memory_allocated(device)
+    needed = torch.cuda.max_memory_allocated(device) - held
+    free, _ = torch.cuda.mem_get_info(device)
+    return 2.1 * needed < free + torch.cuda.memory_reserved(device) - held
+
+
+class Rehearsal:
+    """A step that is watched for what no graph can hold.
+
+    ``told``: it is told that it is captured, as is the capture after it. Models ask that and then do other things:
+    where they are told, those of transformers pass masks that they leave out otherwise, which takes longer, and
+    compiled blocks are compiled anew for it; where they are not, they may look whether a mask is needed, which waits
+    for the device.
+    ``waits``: whether the step waited for the device. ``weight``: what backward got.
+    """
+
+    def __init__(self, told: bool = False) -> None:
+        self.told, self.waits = told, False
+        self.weight: Tensor | float = 1.0
+
+    def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self.waits = False  # what compiling waited for in an earlier one counts for nothing
+        with self._played():
+            loss, inner = plain(batch)
+
+        def backward(weight: Tensor | float) -> None:
+            self.weight = weight
+            with self._played():
+                inner(weight)
+
+        return loss, backward
+
+    @contextlib.contextmanager
+    def _played(self) -> Iterator[None]:
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as seen, _telling(self.told):
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        self.waits |= any("synchronizing CUDA operation" in str(one.message) for one in seen)
+
+
+@contextlib.contextmanager
+def _telling(captured: bool) -> Iterator[None]:
+    """Whoever asks whether he is captured is told this."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: captured
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked

@@ -1,0 +1,182 @@
+"""CUDA graphs: where the host is slower than the device, forward and backward are launched as one.
+
+The first steps are watched. Where the device is done with forward and backward as soon as the host has handed them
+over, it waits for the host, and a step is captured, after it has been rehearsed. A graph that does something else (see
+Proof) or turns out no quicker (see Contest) is dropped. What is captured is a fixed program (see Signature, Readings),
+and a step that differs from it runs as it is written; where all steps do from then on, all begins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.fastpath.compile import Say
+from echelon.fastpath.cuda_graph_capture import Backward, Captured, Rehearsal, Run, has_room
+from echelon.fastpath.graph_validation import Proof
+from echelon.fastpath.guards import Readings
+from echelon.fastpath.side_effects import left_behind, look_at
+from echelon.fastpath.step_signature import draws, is_plain
+from echelon.fastpath.timing import Contest, Watch
+from echelon.fastpath.user_hooks import has_gradient_hooks
+from echelon.plan import Plan
+from echelon.strategy.fastpath_choice import WHOLE, Chosen
+
+SETTLING = 6  #: steps that compile, allocate and choose kernels
+REHEARSED = 2
+PATIENCE = 50  #: steps in a row that do not fit, after which a graph is given up
+TRIES = 3  #: graphs, one after another
+
+
+class Graphs:
+    """Watches steps, captures one, and replays it. Each phase runs a step and says when the next one begins."""
+
+    def __init__(self, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, say: Say) -> None:
+        self._model, self._loss, self._say, self._merges = model, loss, say, plan.gradient_merge > 1
+        self._phase: Callable[[Any, Run], tuple[Tensor, Backward]] | None = self._settle
+        self._steps = self._misses = 0
+        self._tries = TRIES
+        self._advice = _advice(plan.fast)
+        self._watching: Watch | None = None
+        self._contest: Contest | None = None
+        self._rehearsal = Rehearsal()
+        self._readings: Readings | None = None
+        self._device = next(model.parameters()).device
+        self._captured: Captured | None = None  # and proved
+        self._proof: Proof | None = None
+
+    def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        if self._captured is not None:
+            if self._fits(self._captured, batch):
+                return self._replay(self._captured, batch, plain)
+            self._miss()
+            return plain(batch)
+        return plain(batch) if self._phase is None else self._phase(batch, plain)
+
+    def _settle(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self._steps += 1
+        if self._steps == SETTLING:
+            self._phase = self._watch
+        return plain(batch)
+
+    def _watch(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self._watching = self._watching or Watch()
+        if not self._watching.is_full:
+            return self._watching.run(batch, plain)
+        if self._watching.is_over():
+            self._phase, self._steps = self._examine if self._watching.is_held_up() else None, 0
+            self._watching = None
+        return plain(batch)
+
+    def _examine(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        """A step as it is written, and what speaks against a graph of it."""
+        self._phase = self._rehearse
+        self._readings = Readings(self._model, self._loss)
+        before, modules = draws(), look_at(self._model)
+        taken = plain(batch)
+        left = left_behind(modules, look_at(self._model))
+        if not is_plain(batch):
+            self._leave_out("batches hold more than tensors")
+        elif before != draws():
+            self._leave_out("forward draws random numbers on the host")
+        elif left is not None:
+            self._leave_out(f"forward sets {left} of the model, which a graph would not")
+        elif has_gradient_hooks(self._model):
+            self._leave_out("hooks on gradients are Python, which a graph would not run")
+        elif self._readings.too_many:
+            self._leave_out("forward and loss can read more Python values than could be watched in every step")
+        elif not has_room(self._device):
+            self._leave_out("a graph keeps its memory, and no step would fit beside it")
+        return taken
+
+    def _rehearse(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        self._steps += 1
+        if self._steps <= REHEARSED:
+            return self._rehearsal.run(batch, plain)
+        self._phase = None
+        assert self._readings is not None
+        changed = self._readings.changed()
+        if self._rehearsal.waits and not self._rehearsal.told:
+            self._rehearsal, self._phase, self._steps = Rehearsal(told=True), self._rehearse, 0
+        elif self._rehearsal.waits:
+            self._leave_out("forward or backward waits for the device (reads a value of it)")
+        elif changed is not None:
+            self._leave_out(f"forward or loss may read {changed}, which changes from step to step")
+        else:
+            return self._capture(batch, plain, self._readings)
+        return plain(batch)
+
+    def _capture(self, batch: Any, plain: Run, readings: Readings) -> tuple[Tensor, Backward]:
+        captured = Captured(self._model, batch, readings, plain, self._merges, self._rehearsal.told)
+        try:
+            captured.capture()
+        except Exception as error:
+            self._leave_out(f"a step could not be captured: {str(error).strip().partition(chr(10))[0]}")
+            return plain(batch)
+        self._proof = Proof(self._model, captured, self._rehearsal.weight)
+        self._phase = self._prove
+        return self._prove(batch, plain)
+
+    def _prove(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        assert self._proof is not None
+        if not self._proof.is_over:
+            if self._fits(self._proof.captured, batch):
+                return self._proof.run(batch, lambda given: self._rehearsal.run(given, plain))
+            self._miss()
+            return plain(batch)
+        proof, self._proof, self._phase = self._proof, None, None
+        objection = proof.objection()
+        if objection is not None:
+            self._leave_out(objection)
+            return plain(batch)
+        self._captured, self._contest = proof.captured, Contest()
+        return self.run(batch, plain)
+
+    def _fits(self, captured: Captured, batch: Any) -> bool:
+        fits = captured.fits(batch)
+        self._misses = 0 if fits else self._misses + 1
+        return fits
+
+    def _miss(self) -> None:
+        """Where no step has fitted for long, memory is given back, and another step is captured."""
+        if self._misses < PATIENCE:
+            return
+        self._captured = self._proof = self._contest = None
+        self._rehearsal = Rehearsal()
+        self._tries -= 1
+        self._phase, self._steps, self._misses = self._settle if self._tries else None, 0, 0
+        self._say(f"fast: no step has been like the captured one for {PATIENCE} steps, so the CUDA graph is given up")
+
+    def _replay(self, captured: Captured, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+        if self._contest is not None and not self._contest.is_full:
+            return self._contest.run(batch, plain, captured.run)
+        if self._contest is not None and self._contest.is_over():
+            self._judge(*(1e3 * seconds for seconds in self._contest.seconds()))
+        return captured.run(batch)
+
+    def _judge(self, written: float, captured: float) -> None:
+        """Keep the graph if it is quicker."""
+        self._contest = None
+        if captured < written:
+            self._say(
+                f"fast: forward and backward are one CUDA graph now: {captured:.1f} ms where they took {written:.1f}; "
+                "Fast(graphs=False) switches it off"
+            )
+        else:
+            self._captured = None
+            self._say(
+                f"fast: CUDA graphs left out: as a graph, forward and backward take {captured:.1f} ms where they take "
+                f"{written:.1f}"
+            )
+
+    def _leave_out(self, reason: str) -> None:
+        self._phase = None
+        self._say(f"fast: CUDA graphs left out: {reason}{self._advice}")
+
+
+def _advice(chosen: Chosen) -> str:
+    """Each compiled block is called from Python; a whole leaves less to the host."""
+    blocks = chosen.compiled not in ((), (WHOLE,))
+    return "; the host holds up the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""

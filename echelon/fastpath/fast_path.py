@@ -1,0 +1,162 @@
+"""Doing what a Plan says about the fast path, before and after a rank gets its part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from echelon.base.errors import UsageError
+from echelon.checkpoint.state_strides import follow_weights
+from echelon.fastpath.compile import Compiling, Say
+from echelon.fastpath.fused_optimizers import fuse
+from echelon.fastpath.graph_validation import State
+from echelon.fastpath.module_call import forget
+from echelon.fastpath.padded_vocab import pad
+from echelon.parallel.data.gradients import backward_of
+from echelon.parallel.loss.loss_weights import weighs_losses
+from echelon.parallel.objective import Objective
+from echelon.plan import Plan
+from echelon.strategy.fastpath_choice import Chosen
+
+EARLY = 3  #: passes
+
+Backward = Callable[[Tensor | float], None]
+Forward = Callable[[Any], Tensor]
+
+
+def prepare(model: nn.Module, chosen: Chosen) -> None:
+    """Goes before everything that takes parameters' strides for its own. What an earlier engine compiled is undone."""
+    forget(model)
+    if chosen.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def fast_path(
+    plan: Plan, model: nn.Module, objective: Objective, given: Mapping[str, torch.optim.Optimizer], say: Say
+) -> FastPath | None:
+    """What the engine goes through in every step; None where a step is as it was."""
+    chosen = plan.fast
+    for optimizer in given.values() if chosen.channels_last else ():
+        follow_weights(optimizer)
+    for key in chosen.fused:
+        fuse(given[key])
+    pad(model, chosen.padded)
+    if not (chosen.compiled or chosen.channels_last or chosen.graphs):
+        return None
+    return FastPath(plan, model, objective, say)
+
+
+def plain_pass(batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+    """A step as it was written: the loss, and what its backward takes."""
+    loss = forward(batch)
+
+    def backward(weight: Tensor | float) -> None:
+        backward_of(loss, weight)
+
+    return loss, backward
+
+
+class FastPath:
+    """One rank's forward and backward, by the fast path."""
+
+    def __init__(self, plan: Plan, model: nn.Module, objective: Objective, say: Say) -> None:
+        chosen = plan.fast
+        self._channels_last = chosen.channels_last
+        self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
+        self._model, self._objective, self._passes = model, objective, 0
+        self._parameters = list(model.parameters())  # to go through all modules takes longer than to look at these
+        self._compiling: Compiling | None = None
+        loss = objective.loss
+        if chosen.compiled:
+            self._compiling = Compiling(say, model, loss)
+            self._compiling.modules(model, chosen.compiled)
+            if not weighs_losses(plan):  # a compiled loss does not show what it averages over
+                objective.change_loss(self._compiling.function)
+        self._graphs = None
+        if chosen.graphs:
+            from echelon.fastpath.cuda_graphs import Graphs
+
+            self._graphs = Graphs(plan, model, loss, say)
+
+    def stop_graphs(self) -> None:
+        """Run steps as written from now on."""
+        self._graphs = None
+
+    def arrange(self, batch: Any) -> Any:
+        """Images as convolutions want them; on the device, without waiting for it."""
+        return tree_map(_arranged, batch) if self._channels_last else batch
+
+    def run(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+        """The loss, known when backward is over, and what that takes."""
+        if self._compiling is not None:
+            self._compiling.begin()
+        if self._graphs is not None and self._objective.outputs is None:  # a graph gives a loss and nothing else
+            return self._graphs.run(batch, lambda given: self._plain(given, forward))
+        return self._plain(batch, forward)
+
+    def _plain(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+        if self._compiling is None or self._compiling.given_up:
+            return self._forward(batch, forward)
+        before = self._kept()
+        try:
+            with self._compiling.step(recovers=before is not None):
+                loss, inner = self._forward(batch, forward)
+        except Exception as error:
+            if not self._gives_up(error):
+                raise
+            return self._again(before, batch, forward)
+
+        def backward(weight: Tensor | float) -> None:
+            fresh = all(parameter.grad is None for parameter in self._parameters)
+            try:
+                inner(weight)
+            except Exception as error:
+                # what backward had done until it failed is worth nothing, and cannot be told from earlier gradients
+                if not fresh or not self._gives_up(error):
+                    raise
+                for parameter in self._parameters:
+                    parameter.grad = None
+                self._again(before, batch, forward)[1](weight)
+
+        return loss, backward
+
+    def _kept(self) -> State | None:
+        """What a pass changes beside gradients, while it is likely that something is compiled."""
+        self._passes += 1
+        if self._passes == EARLY + 1 and self._compiling is not None:
+            self._compiling.tell_if_nothing_was_made()
+        early = self._passes <= EARLY and self._alone
+        return State(self._model, next(self._model.parameters()).device) if early else None
+
+    def _gives_up(self, error: Exception) -> bool:
+        """Whether the pass can be run uncompiled in place of what failed."""
+        assert self._compiling is not None
+        if not self._alone or not self._compiling.failed(error):
+            return False
+        self._compiling.give_up(error)
+        return True
+
+    def _again(self, before: State | None, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+        if before is not None:
+            before.restore()
+        return plain_pass(batch, forward)
+
+    def _forward(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+        try:
+            return plain_pass(batch, forward)
+        except RuntimeError as error:
+            if not self._channels_last or "view size is not compatible" not in str(error):
+                raise
+            raise UsageError(
+                "forward() lays out anew with view() what does not lie in its order: images are run with their "
+                "channels last here; write reshape() or flatten(), or give Strategy(fast=Fast(channels_last=False))"
+            ) from error
+
+
+def _arranged(leaf: Any) -> Any:
+    is_image = isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point()
+    return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf

@@ -1,0 +1,283 @@
+"""Python values beside the model's own that forward or the loss may read: a weight that is annealed, a switch.
+
+A graph has them written into it, so a step in which one differs must run as it is written. They are found by following
+the code from forward and the loss: globals and closures that it names, functions that it calls, and attributes of
+objects, where their names occur in the code. Code that was installed is taken to be fixed, but functions that it wraps
+are followed, and what objects of its classes hold (a configuration) is watched whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.base.code_origin import is_followed, is_library, is_users
+from echelon.fastpath.module_structure import INTERNAL, PLAIN, REGISTERS, place_of, same
+
+DEPTH = 8  #: from forward or the loss to a value
+MOST = 4000  #: values; comparing as many takes a millisecond
+ITEMS = 256  #: of a list or dict; a longer one is compared as a whole
+LONGEST = 100_000
+SMALL = 4096  #: bytes of an array that are compared
+
+Read = Callable[[], Any]
+_GONE = object()
+_BY_VALUE = (tuple, frozenset, torch.device, torch.dtype)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_INTERNAL = INTERNAL - {"training", *REGISTERS}
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_NO_PART_OF_A_STEP = {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__"}
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+class Readings:
+    """What such values are now. ``too_many``: more, or deeper down, than is watched. ``of_classes``: only attributes of
+    classes."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, of_classes: bool = False) -> None:
+        walk = _Walk()
+        with _undrawn():
+            for name, module in model.named_modules():
+                walk.model(module, name or "the model")
+            walk.hooks(model)
+            walk.visit(loss, "the loss", 0)
+            walk.finish()
+            found = [one for one in walk.found.values() if isinstance(one[-1], type) or not of_classes]
+            self._watched = [(read, _noted(read()), label) for read, label, _ in found]
+        self.too_many, self._runs_code = walk.cut, walk.runs_code and not of_classes
+
+    def changed(self) -> str | None:
+        """The first that is another one now, by its name."""
+        with _undrawn() if self._runs_code else contextlib.nullcontext():
+            return next((label for read, noted, label in self._watched if not _is(_noted(read()), noted)), None)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """Random numbers that a property of the user's draws are drawn again."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _noted(value: Any) -> Any:
+    """What is compared of a value. What a tensor on the CPU holds may be written into a graph, too."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return place_of(value, value.device.type == "cpu")
+    if isinstance(value, np.ndarray | np.generic) and value.nbytes <= SMALL:
+        return value.tobytes()
+    if isinstance(value, tuple) and len(value) <= ITEMS:
+        return tuple(map(_noted, value))
+    return frozenset(value) if isinstance(value, set) else value
+
+
+def _is(now: Any, before: Any) -> bool:
+    """By value where that is known to be meant; anything else by which object it is."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, list):  # a property may make it anew
+        return len(now) <= ITEMS and all(isinstance(one, PLAIN) for one in now) and now == before
+    return isinstance(now, (*PLAIN, *_BY_VALUE)) and same(now, before)
+
+
+class _Walk:
+    """``found``: how to read a value, what it is called, and who holds it. ``cut``: whether that is not all."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, Any], tuple[Read, str, Any]] = {}
+        self.cut = False
+        self.runs_code = False  # properties are functions
+        self._names = {"forward"}  # which nobody names
+        self._objects: list[tuple[Any, str, int]] = []  # which names are looked up in
+        self._seen: dict[int, Any] = {}  # and kept, so that no other gets their addresses
+
+    def model(self, module: nn.Module, label: str) -> None:
+        """A part of the model, whose weights and plain values are in a graph's signature."""
+        self._seen[id(module)] = module
+        for name, value in vars(module).items():
+            if name not in (*REGISTERS, *_INTERNAL) or (name in _HOOKS and value):
+                self.visit(value, f"{label}.{name}", 1)
+        self.visit(type(module), type(module).__name__, 0)
+
+    def hooks(self, model: nn.Module) -> None:
+        """How many there are: one that comes later would not run in a graph, and one that goes would go on."""
+        every = [getattr(module, kind) for module in model.modules() for kind in (*_HOOKS, *_BACKWARD_HOOKS)]
+        self._watch(model, "hooks", lambda: sum(map(len, every)), "the number of hooks", 0)
+
+    def finish(self) -> None:
+        """Look up every name in every object, which leads to more of both."""
+        done: set[tuple[int, str]] = set()
+        while new := [(at, name) for at in range(len(self._objects)) for name in self._names if (at, name) not in done]:
+            done.update(new)
+            for at, name in new:
+                self._look_up(*self._objects[at], name)
+
+    def visit(self, value: Any, label: str, depth: int) -> None:
+        if isinstance(value, (*PLAIN, Tensor)) or id(value) in self._seen:
+            return
+        if depth > DEPTH or self.cut:
+            self.cut = True
+            return
+        self._seen[id(value)] = value
+        self.visit(_own(value).get("__wrapped__"), label, depth)
+        if isinstance(value, types.FunctionType):
+            self._function(value, depth)
+        elif isinstance(value, types.MethodType | functools.partial):
+            self._bound(value, label, depth)
+        elif isinstance(value, dict | list | tuple | deque):
+            self._container(value, label, depth)
+            self._instance(value, label, depth)
+        elif isinstance(value, type | types.ModuleType):
+            if is_followed(value):
+                self._objects.append((value, value.__name__, depth))
+        else:
+            self._instance(value, label, depth)
+
+    def _watch(self, holder: Any, key: Any, read: Read, label: str, depth: int) -> None:
+        if (id(holder), key) not in self.found:
+            self.found[id(holder), key] = read, label, holder
+            self.cut |= len(self.found) > MOST
+            self.visit(read(), label, depth + 1)
+
+    def _item(self, holder: Any, key: Any, label: str, depth: int) -> None:
+        self._watch(holder, key, functools.partial(_item, holder, key), label, depth)
+
+    def _attribute(self, holder: Any, name: str, label: str, depth: int) -> None:
+        self._watch(holder, name, functools.partial(_attribute, holder, name), f"{label}.{name}", depth)
+
+    def _function(self, function: types.FunctionType, depth: int) -> None:
+        if not is_users(function.__code__.co_filename):
+            return
+        label = function.__qualname__.replace(".<locals>", "")
+        for code in _codes(function.__code__):
+            self._names.update(code.co_names, _words(code))
+            for name in code.co_names:
+                value = function.__globals__.get(name, sys.modules.get(name))  # a module may be imported inside
+                if isinstance(value, _CODE):
+                    self.visit(value, name, depth + 1)
+                elif name in function.__globals__:
+                    self._item(function.__globals__, name, name, depth)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._watch(cell, 0, functools.partial(_content, cell), f"{name} of {label}", depth)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.visit(default, f"a default of {label}", depth + 1)
+        self._objects.append((function, label, depth))
+
+    def _bound(self, value: types.MethodType | functools.partial[Any], label: str, depth: int) -> None:
+        if isinstance(value, types.MethodType):
+            parts: tuple[Any, ...] = value.__func__, value.__self__
+        else:
+            parts = value.func, value.args, value.keywords
+        for part in parts:
+            self.visit(part, label, depth + 1)
+
+    def _container(self, value: Any, label: str, depth: int) -> None:
+        self._watch(value, len, functools.partial(len, value), f"the length of {label}", depth)
+        if len(value) > ITEMS:
+            whole = _whole(value)
+            self.cut |= len(whole) > LONGEST or not all(isinstance(one, PLAIN) for one in whole)
+            self.found[id(value), "whole"] = functools.partial(_whole, value), label, value
+            return
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            self._item(value, key, f"{label}[{key!r}]", depth)
+
+    def _instance(self, value: Any, label: str, depth: int) -> None:
+        if is_followed(type(value)):
+            self._objects.append((value, label, depth))
+            for kind in filter(is_followed, type(value).__mro__):
+                for name, attribute in vars(kind).items():
+                    if isinstance(attribute, types.FunctionType) and _is_called_unnamed(name):
+                        self.visit(attribute, label, depth + 1)
+        if isinstance(value, (nn.Module, *_NAMESPACES)) or not (is_followed(type(value)) or is_library(type(value))):
+            for name in _own(value).keys() - _INTERNAL:
+                self._attribute(value, name, label, depth)
+
+    def _look_up(self, value: Any, label: str, depth: int, name: str) -> None:
+        """What this name is as an attribute of that object or class."""
+        if not isinstance(value, type) and name in _own(value):
+            self._attribute(value, name, label, depth)
+        for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+            if name in vars(kind) and is_followed(kind):
+                self._class_attribute(value, kind, label, depth, name)
+
+    def _class_attribute(self, value: Any, kind: type, label: str, depth: int, name: str) -> None:
+        attribute = vars(kind)[name]
+        if isinstance(attribute, property | staticmethod | classmethod | types.FunctionType):
+            self.visit(getattr(attribute, "fget", getattr(attribute, "__func__", attribute)), label, depth + 1)
+        self.runs_code |= isinstance(attribute, property)
+        is_descriptor = isinstance(attribute, property | types.MemberDescriptorType)
+        if is_descriptor and not isinstance(value, type):
+            self._attribute(value, name, label, depth)
+        elif not is_descriptor and not isinstance(attribute, (staticmethod, classmethod, *_CODE)):
+            # of the class itself: what it would give out as an attribute may be made anew each time
+            self._watch(kind, name, functools.partial(_item, vars(kind), name), f"{kind.__name__}.{name}", depth)
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """A function's code and that of functions inside it."""
+    inner = [one for const in code.co_consts if isinstance(const, types.CodeType) for one in _codes(const)]
+    return [code, *inner]
+
+
+def _own(value: Any) -> Mapping[str, Any]:
+    """Attributes of its own; objects that hold them in slots have none of these."""
+    return getattr(value, "__dict__", None) or {}
+
+
+def _words(code: types.CodeType) -> list[str]:
+    """Strings in a function, by which it may ask for attributes."""
+    return [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+
+
+def _is_called_unnamed(name: str) -> bool:
+    """``__getitem__`` and its like, for which there are signs in the language."""
+    return name.startswith("__") and name.endswith("__") and name not in _NO_PART_OF_A_STEP
+
+
+def _whole(container: Any) -> tuple[Any, ...]:
+    return tuple(dict.values(container) if isinstance(container, dict) else container)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """A property is the user's code, and what it raises is for whoever reads it in a step."""
+    try:
+        return getattr(holder, name)
+    except Exception:
+        return _GONE
+
+
+def _item(holder: Any, key: Any) -> Any:
+    """As it lies there: what a class of the user's makes of a key is his code."""
+    try:
+        if isinstance(holder, dict):
+            return dict.__getitem__(holder, key)
+        return holder[key]
+    except Exception:
+        return _GONE
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _GONE

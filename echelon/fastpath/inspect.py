@@ -1,0 +1,196 @@
+"""Finding what the choice of a fast path goes by."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.base.environment import FAST
+from echelon.distributed.collectives import gather_json
+from echelon.distributed.world import World
+from echelon.fastpath.compile import is_compiled
+from echelon.fastpath.padded_vocab import odd_layers
+from echelon.fastpath.policy import OFF, decide
+from echelon.fastpath.traits import Machine, Traits
+from echelon.nn import SparseEmbedding
+from echelon.nn.moe import MoE
+from echelon.parallel.autocast_unsafe import unsafe
+from echelon.plan import Plan
+from echelon.plan.build import sparse_names
+from echelon.plan.segments import repeated_blocks
+from echelon.strategy import Amp, Fast, Strategy
+from echelon.strategy.fastpath_choice import Chosen
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+Loss = Callable[..., Any]
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def asked_of(strategy: Strategy) -> Fast:
+    """Return the parts that a strategy asks for; ECHELON_FAST=0 switches all off where it does not mention them."""
+    unwanted = strategy.fast is None and os.environ.get(FAST) == "0"
+    return OFF if unwanted or strategy.fast is False else strategy.part(Fast) or Fast()
+
+
+def quickened(
+    plan: Plan,
+    strategy: Strategy,
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizers,
+    served: bool = False,
+    loss: Loss | None = None,
+) -> Plan:
+    """The plan with its fast path. All ranks call it together: what one device lacks, none uses."""
+    asked = asked_of(strategy)
+    amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies bring it along
+    chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
+    return with_chosen(plan, chosen)
+
+
+def with_chosen(plan: Plan, chosen: Chosen) -> Plan:
+    return dataclasses.replace(plan, fast=chosen, amp=Amp() if chosen.bf16 else plan.amp)
+
+
+def machine_of(world: World) -> Machine:
+    mine = _machine(world.device)
+    if world.control is None:
+        return mine
+    everyone = gather_json(dataclasses.asdict(mine), world.control)
+    return Machine(**{name: all(one[name] for one in everyone) for name in dataclasses.asdict(mine)})
+
+
+def _machine(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine()
+    from torch.utils._triton import has_triton
+
+    return Machine(cuda=True, bf16=torch.cuda.is_bf16_supported(including_emulation=False), triton=has_triton())
+
+
+def traits_of(
+    plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimizers, served: bool, loss: Loss | None = None
+) -> Traits:
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+    blocks = _alike(model, repeated_blocks(model))
+    return Traits(
+        machine=machine,
+        blocks=blocks,
+        compiled=any(is_compiled(module) for module in model.modules()),
+        cut=_cut(plan, model, served),
+        only_blocks=_only_blocks(plan),
+        slow_inside=_slow_inside(plan),
+        convolutions=_has_convolutions(model),
+        views=_views(model),
+        odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
+        unsafe=unsafe(model, loss),
+        fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
+        unset={key: type(o).__name__ for key, o in optimizers.items() if _is_unset(o)},
+        unfused=_unfused(plan, model, served),
+        uncaptured=_uncaptured(plan, model, served, len(optimizers)),
+    )
+
+
+def _alike(model: nn.Module, names: list[str]) -> tuple[str, ...]:
+    """The blocks, if one program serves them all: same class, same shapes."""
+    modules = [model.get_submodule(name) for name in names]
+    kinds = {(type(m), tuple((name, tuple(p.shape)) for name, p in m.named_parameters())) for m in modules}
+    return tuple(names) if len(kinds) == 1 else ()
+
+
+def _cut(plan: Plan, model: nn.Module, served: bool) -> str | None:
+    if plan.mesh.get("split", 1) > 1:
+        return "split layers talk to other ranks in their midst"
+    if served or any(isinstance(module, SparseEmbedding) for module in model.modules()):
+        return "rows of sparse tables come from servers in its midst"
+    if any(isinstance(module, MoE) for module in model.modules()):
+        return "experts get another number of tokens in every step"
+    return None
+
+
+def _is_in_one_piece(plan: Plan) -> bool:
+    return plan.mesh.get("split", 1) == 1 and _only_blocks(plan) is None
+
+
+def _only_blocks(plan: Plan) -> str | None:
+    """Both give the numbers of uncompiled runs; nobody has measured yet that they pay."""
+    if plan.mesh.get("stage", 1) > 1:
+        return "stages hand on what their units make"
+    if plan.shard is not None and plan.shard.level == 3:
+        return "shard 3 fetches weights layer by layer"
+    return None
+
+
+def _slow_inside(plan: Plan) -> str | None:
+    if plan.sync_batch_norm:
+        return (
+            f"{len(plan.sync_batch_norm)} batch norms talk to other ranks in its midst; with sync_batch_norm=False "
+            "it is compiled"
+        )
+    return "kept activations go to host memory" if plan.offload else None
+
+
+def _has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def _views(model: nn.Module) -> str | None:
+    """Of modules that hold convolutions, as far as their own forward shows it."""
+    for module in model.modules():
+        forward = getattr(type(module), "forward", None)  # of a scripted module no class has it
+        of_torch = str(getattr(forward, "__module__", "")).partition(".")[0] == "torch"
+        if not of_torch and "view" in _names(forward) and _has_convolutions(module):
+            return f"forward() of {type(module).__name__} uses view(), which wants the usual order (reshape() does not)"
+    return None
+
+
+def _names(function: object) -> tuple[str, ...]:
+    return getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+def _is_unset(optimizer: torch.optim.Optimizer) -> bool:
+    groups = optimizer.param_groups
+    open_still = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
+    # torch's fused SGD mistakes a weight's first gradient where others have had one; see fuse()
+    plain = not any(group.get("differentiable") or group.get("dampening") for group in groups)
+    return type(optimizer) in FUSED and open_still and plain and all(map(_on_gpu, groups))
+
+
+def _on_gpu(group: Mapping[str, list[nn.Parameter]]) -> bool:
+    return all(p.is_cuda and p.is_floating_point() for p in group["params"])
+
+
+def _unfused(plan: Plan, model: nn.Module, served: bool) -> str | None:
+    if served:
+        return "servers take the steps"
+    if plan.shard is not None and plan.shard.offload:
+        return "the optimizer steps in host memory"
+    if plan.dgc is not None:
+        return "compressed gradients have a step of their own"
+    if plan.lean is not None:
+        return "lean has a step of its own"
+    return "some gradients are sparse" if sparse_names(model) else None
+
+
+def _uncaptured(plan: Plan, model: nn.Module, served: bool, optimizers: int) -> str | None:
+    if served:
+        return "rows of sparse tables come from servers in every step"
+    if plan.ranks > 1:
+        return f"{plan.ranks} ranks talk to one another in every step"
+    if plan.pipeline is not None or plan.shard is not None or plan.offload:
+        return "a step is more than one forward and backward pass"
+    if plan.lean is not None:
+        return "lean steps while backward runs"
+    if optimizers > 1:
+        return "with several optimizers the loop is the user's"
+    if any(hasattr(module, "auxiliary_loss") for module in model.modules()):
+        return "modules leave losses behind"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "scripted modules hold values out of Python's sight"
+    return "some gradients are sparse" if sparse_names(model) else None

@@ -1,0 +1,121 @@
+"""Choosing the fast path: a pure function of what was asked and what there is."""
+
+from __future__ import annotations
+
+from echelon.base.errors import UsageError
+from echelon.fastpath.traits import Traits
+from echelon.strategy import Fast
+from echelon.strategy.fastpath_choice import WHOLE, Chosen
+
+OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=False, pad=False)
+
+#: What a part is called in lines for people.
+NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last", "fused": "fused optimizers",
+         "graphs": "CUDA graphs", "pad": "padding"}  # fmt: skip
+
+
+ALREADY = "the model was compiled before distribute()"
+
+
+def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
+    """``amp``: what the Strategy says of it; None leaves it open, False refuses it."""
+    reasons = {
+        "compile": _no_compile(traits),
+        "bf16": _no_bf16(amp, traits),
+        "channels_last": traits.views if traits.convolutions else "the model has no 2-D convolutions",
+        "fused": traits.unfused or (None if traits.unset else "no optimizer here has a fused step that is left open"),
+        "graphs": _no_graphs(traits),
+    }
+    on = {part: _is_on(part, getattr(asked, part), reason, traits) for part, reason in reasons.items()}
+    compiled = _compiled(asked, traits) if on["compile"] else ()
+    no_pad = _no_pad(compiled, on["bf16"] or bool(amp) or not traits.fp32, traits)
+    return Chosen(
+        compiled=compiled,
+        channels_last=on["channels_last"],
+        fused=traits.unset if on["fused"] else {},
+        graphs=on["graphs"],
+        bf16=on["bf16"],
+        padded=traits.odd if _is_on("pad", asked.pad, no_pad, traits) else (),
+        left_out={
+            NAMES[part]: reason
+            for part, reason in reasons.items()
+            if reason and traits.machine.cuda and getattr(asked, part) is None and _is_news(part, amp, traits)
+        },
+    )
+
+
+def _is_on(part: str, wish: object, reason: str | None, traits: Traits) -> bool:
+    if wish is None:  # by itself only where it has been measured to pay: on GPUs
+        return traits.machine.cuda and reason is None
+    if wish is False:
+        return False
+    impossible = _impossible(part, reason, traits)
+    if impossible is not None:
+        raise UsageError(f"Fast({part}={wish!r}) was asked, but {impossible}; leave {part} out of Fast(...)")
+    return True
+
+
+def _impossible(part: str, reason: str | None, traits: Traits) -> str | None:
+    """Of what speaks against a part, what a user's wish cannot overrule."""
+    if part == "compile":
+        return traits.cut or (ALREADY if traits.compiled else None)
+    if part == "channels_last" and traits.convolutions:
+        return None
+    if part == "graphs" and not traits.machine.cuda:
+        return "only NVIDIA GPUs have them"
+    return reason
+
+
+def _no_compile(traits: Traits) -> str | None:
+    if traits.compiled:
+        return ALREADY
+    if traits.machine.cuda and not traits.machine.triton:
+        return "Triton, which torch.compile makes kernels with, does not work here"
+    return traits.cut or traits.only_blocks or traits.slow_inside
+
+
+def _no_bf16(amp: object, traits: Traits) -> str | None:
+    if amp is not None:
+        return "Strategy(amp=...) says what to compute in"
+    if not traits.fp32:
+        return "the weights are not all fp32"
+    if traits.unsafe:
+        return traits.unsafe
+    return None if traits.machine.bf16 else "not every device computes in bf16"
+
+
+def _no_graphs(traits: Traits) -> str | None:
+    return traits.uncaptured
+
+
+def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: Traits) -> str | None:
+    if not traits.odd:
+        return "no large output layer is of an odd size"
+    if traits.compiled or compiled == (WHOLE,):
+        return "the compiler does it"
+    return None if sixteen else "it pays in 16 bits only"
+
+
+def _compiled(asked: Fast, traits: Traits) -> tuple[str, ...]:
+    """Blocks that are alike are compiled once for all, in seconds. Of blocks that differ, the compiler would make one
+    program for all shapes: a whole is quicker."""
+    if asked.compile == "blocks" and not traits.blocks:
+        raise UsageError("Fast(compile='blocks') was asked, but the model has no repeated blocks; use compile='whole'")
+    whole = asked.compile == "whole" or not traits.blocks
+    if whole and traits.only_blocks:
+        raise UsageError(
+            f"Fast(compile={asked.compile!r}) was asked, but {traits.only_blocks}, so that only repeated blocks can be "
+            f"compiled{'; use compile=True' if traits.blocks else ', and there are none; leave compile out'}"
+        )
+    return (WHOLE,) if whole else traits.blocks
+
+
+def _is_news(part: str, amp: object, traits: Traits) -> bool:
+    """What concerns nobody is not said: channels of a model without images, 16 bits where the user has spoken, graphs,
+    which are for small steps of one rank."""
+    return not (
+        part == "graphs"
+        or (part == "channels_last" and not traits.convolutions)
+        or (part == "bf16" and amp is not None)
+        or (part == "fused" and traits.unfused is None)
+    )

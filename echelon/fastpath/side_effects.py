@@ -1,0 +1,54 @@
+"""Python that a graph would not run: what forward leaves in the modules beside the contents of tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.fastpath.module_structure import PLAIN, REGISTERS, is_nan, place_of
+
+Look = dict[tuple[str, str], Any]
+
+
+def look_at(model: nn.Module) -> Look:
+    """All attributes of all modules, as things that can be compared: values, and of tensors where they lie."""
+    return {
+        (name, attribute): _look(value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+    }
+
+
+def left_behind(before: Look, after: Look) -> str | None:
+    """The first attribute that was set anew, by its full name."""
+    for at in [*after, *before]:
+        if before.get(at, _ABSENT) != after.get(at, _ABSENT):
+            module, attribute = at
+            both = before.get(at, {}), after.get(at, {})
+            changed = _entry(*both) if attribute in REGISTERS else attribute
+            return f"{module}.{changed}" if module else str(changed)
+    return None
+
+
+_ABSENT = object()
+_DEEPEST = 6
+
+
+def _look(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, Tensor):
+        return "tensor", place_of(value), tuple(value.shape)
+    if isinstance(value, PLAIN):
+        return "not a number" if is_nan(value) else value
+    if depth == _DEEPEST:
+        return id(value)
+    if isinstance(value, dict):
+        return {key: _look(each, depth + 1) for key, each in dict.items(value)}
+    if isinstance(value, list | tuple | deque):
+        return [_look(each, depth + 1) for each in value]
+    return id(value)
+
+
+def _entry(before: dict[str, Any], after: dict[str, Any]) -> str:
+    return next(name for name in [*after, *before] if before.get(name, _ABSENT) != after.get(name, _ABSENT))

@@ -1,0 +1,240 @@
+"""From a checked job to its exit code: open, run, report, leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from echelon.base.environment import (
+    BOUND_MARK,
+    COPIES,
+    ELASTIC,
+    LEAVE_MARK,
+    LOG_DIR,
+    MEMORY,
+    PADDLE_SERVERS,
+    PLAN,
+    PS_SESSION,
+    PS_TOKEN,
+    RECORD_DIR,
+    REQUEUE,
+    RESTARTS,
+    SERVER_INDEX,
+    STALL,
+    STALL_JUDGE,
+    TIMELINE,
+    TRAINING_ROLE,
+    TRIAL,
+    WAIT_LINES,
+)
+from echelon.base.errors import EchelonError, PeerLost
+from echelon.base.job_secret import find_token
+from echelon.launcher.agent import HostAgent, JobFailed, Left
+from echelon.launcher.agent_plugin import Companion
+from echelon.launcher.failure import Failure
+from echelon.launcher.graceful_stop import Marks
+from echelon.launcher.job import Job
+from echelon.launcher.memory_plugin import Memory
+from echelon.launcher.orphan_reaper import Guard
+from echelon.launcher.ps_job import gather
+from echelon.launcher.ps_roles import open_session, share
+from echelon.launcher.rank_environment import RankEnvironment, export, forget_logs
+from echelon.launcher.rendezvous.handler import Muster
+from echelon.launcher.rendezvous.messages import host_failure
+from echelon.launcher.rendezvous.open import open_muster, own_address
+from echelon.launcher.rendezvous.participant import NotNeeded
+from echelon.launcher.signals import heed_signals
+from echelon.launcher.stall_plugin import StallWatch
+from echelon.launcher.wait_lines import WaitLines
+from echelon.observability.runlog.events import note_beside
+from echelon.observability.runlog.log_files import given_directory
+from echelon.parameter_server.protocol.port_check import check_port
+
+
+def launch(job: Job) -> int:
+    """Run the job on this host and with the others; the exit code is the first failing rank's, or 0."""
+    if job.roles is not None:
+        for index in job.roles.servers:
+            check_port(job.roles.endpoints[index])
+    _hush_torch()
+    heed_signals()
+    _forget_surrounding_job()
+    if job.one_host and job.master is not None:
+        _say("--master is not needed for a job on one host and is left out")
+    try:
+        with tempfile.TemporaryDirectory(prefix="echelon-") as records, Guard(records) as guard:
+            return _run_ranks(job, Path(records), guard) if job.roles is None else _run_roles(job, Path(records), guard)
+    except SignalException as stop:
+        return _stopped(stop)
+
+
+def _hush_torch() -> None:
+    """torch's agent tells its own story at length, and its store warns of every host that is lost; ours is one line."""
+    logging.disable(logging.CRITICAL)
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return
+    errors_only = 2  # as that variable has it, which torch reads when it is imported
+    with contextlib.suppress(OSError, ValueError):
+        c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = errors_only
+
+
+def _forget_surrounding_job() -> None:
+    """A script that is itself part of a job may start another one, which must not take itself for that part."""
+    if LOG_DIR in os.environ:
+        of_servers = (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX)
+        of_ranks = (
+            PLAN,
+            TRIAL,
+            ELASTIC,
+            MEMORY,
+            COPIES,
+            LEAVE_MARK,
+            STALL,
+            STALL_JUDGE,
+            RECORD_DIR,
+            TIMELINE,
+            WAIT_LINES,
+        )
+        for name in (*of_servers, *of_ranks):
+            os.environ.pop(name, None)
+
+
+def _run_ranks(job: Job, records: Path, guard: Guard) -> int:
+    address = own_address(job)
+    export(job, address)
+    with contextlib.ExitStack() as closing:
+        companions = _companions(job, address, records)
+        for companion in companions:
+            closing.callback(companion.close)
+        muster = open_muster(job, address, lambda: _cards(companions), _say)
+        ranks = RankEnvironment(job.log_dir, records)
+        agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), Marks(records), companions)
+        try:
+            return _run_agent(agent, muster)
+        finally:
+            if job.timeline is not None:
+                _tell_timeline()
+
+
+def _run_agent(agent: HostAgent, muster: Muster) -> int:
+    last_word, goes_on = "", False
+    try:
+        agent.run()
+        agent.note("ended", "all ranks are done")
+        return 0
+    except JobFailed as end:
+        last_word = end.failure.line
+        _report(end.failure)
+        agent.note("failed", last_word, end.failure)
+        return end.failure.status
+    except Left as end:
+        last_word, goes_on = f"it was stopped by {end.number.name}", end.goes_on
+        agent.note("ended", f"stopped by {end.number.name} after saving")
+        return _left(end)
+    except NotNeeded as end:
+        _say(str(end))
+        return 0
+    except SignalException as stop:
+        last_word = f"it was stopped by {stop.sigval.name}"
+        agent.note("ended", f"stopped by {stop.sigval.name}")
+        goes_on = _tell_others(muster, f"was stopped by {stop.sigval.name}", -stop.sigval)
+        raise
+    except EchelonError as error:
+        last_word = str(error)
+        _tell_others(muster, f"gave up: {error}", 1)
+        raise
+    finally:
+        with contextlib.suppress(PeerLost):
+            muster.depart(last_word, goes_on)
+
+
+def _companions(job: Job, address: str, records: Path) -> list[Companion]:
+    """What this launcher keeps beside its ranks."""
+    companions: list[Companion] = [WaitLines(records, _say), StallWatch(job.stall, ends=job.on_stall == "end")]
+    if job.copies:
+        companions.append(Memory(address, find_token(), job.copies))
+    return companions
+
+
+def _cards(companions: Sequence[Companion]) -> dict[str, str]:
+    return {name: value for companion in companions for name, value in companion.card.items()}
+
+
+def _run_roles(job: Job, records: Path, guard: Guard) -> int:
+    roles = job.roles
+    assert roles is not None
+    session = open_session(roles, job.log_dir, os.environ)
+    export(job, own_address(job))
+    share(roles, session, records, job.join_timeout)
+    if roles.one_host:
+        forget_logs(job.log_dir, "rank", beyond=roles.trainers)
+        forget_logs(job.log_dir, "server", beyond=len(roles.endpoints))
+    try:
+        gather(job, roles, session, records, guard).run()
+    except JobFailed as end:
+        _report(end.failure)
+        note_beside("failed", end.failure.line, end.failure.of_rank)
+        status = end.failure.status
+    except Left as end:
+        status = _left(end)
+    except SignalException as stop:
+        status = _stopped(stop)
+    else:
+        status = 0
+        note_beside("ended", "all workers are done")
+    if job.timeline is not None:
+        _tell_timeline()
+    if status and session.holds_state():
+        _say(f"the servers' state is in {session.state}; to go on from it, add --state {session.state}")
+    else:
+        session.forget()
+    return status
+
+
+def _tell_timeline() -> None:
+    """Of what its ranks have not put together: workers of servers do not meet, and a job that failed cannot."""
+    from echelon.observability.trace.trace_report import conclude
+
+    for line in conclude(given_directory()):
+        _say(line)
+
+
+def _report(failure: Failure) -> None:
+    _say(failure.line)
+    if failure.traceback:
+        print(failure.traceback.rstrip(), file=sys.stderr)
+    if failure.log:
+        here = "" if failure.host == socket.gethostname() else f" on {failure.host}"
+        _say(f"its log is {failure.log}{here}")
+
+
+def _tell_others(muster: Muster, why: str, exit_code: int) -> bool:
+    """Whether the job goes on without this host."""
+    with contextlib.suppress(PeerLost):
+        return bool(muster.hosts) and muster.take_leave(host_failure(socket.gethostname(), why, exit_code)).again
+    return False
+
+
+def _left(end: Left) -> int:
+    _say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
+    return REQUEUE
+
+
+def _stopped(stop: SignalException) -> int:
+    _say(f"stopped by {stop.sigval.name}; no process is left")
+    return 128 + int(stop.sigval)
+
+
+def _say(line: str) -> None:
+    print(f"echelon: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,251 @@
+"""The processes of a job with parameter servers on this host: start them, and start again whichever dies.
+
+A server comes back at its endpoint and restores its state; a worker comes back under its id and asks the servers where
+it stood. Only workers that have joined torch.distributed are started again all together, as ranks are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from echelon.base.environment import BOUND_MARK, REQUEUE, RESTART_COUNT
+from echelon.distributed import rank_main as worker_program
+from echelon.launcher.agent import GRACE, LOOK, NO_GRACE, JobFailed, Left, say
+from echelon.launcher.failure import Failure, first_cause
+from echelon.launcher.graceful_stop import Marks, have_left, let_leave
+from echelon.launcher.job import Job
+from echelon.launcher.managed_process import Member, await_end
+from echelon.launcher.orphan_reaper import Guard, end_sessions
+from echelon.launcher.ps_roles import Roles, Session, server_environment, worker_environments
+from echelon.launcher.rendezvous.messages import host_failure
+from echelon.launcher.rendezvous.open import WorkersStore
+from echelon.launcher.signals import Notice, signals_held
+from echelon.launcher.stopped_processes import Standstill
+from echelon.launcher.wait_lines import WaitLines
+from echelon.observability.runlog.events import note_beside
+
+#: Seconds for servers to end by themselves when all workers of the job have.
+FAREWELL = 10.0
+#: Seconds for the process that others lost contact with to end as well, so that its failure is the one reported.
+FIRST_CAUSE_WAIT = 5.0
+
+
+def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard) -> Crew:
+    """The crew of this host, nobody started yet. What all inherit lies in our own environment."""
+    host = socket.gethostname()
+    serve = (worker_program.__file__, str(os.getpid()), str(job.log_dir), "module", "echelon.launcher.server_main")
+
+    def member(role: str, log: str, index: int, count: int, command: Sequence[str], env: dict[str, str]) -> Member:
+        name = f"{log}-{index}"
+        files = job.log_dir / f"{name}.log", records / f"{name}.json"
+        told = env | waits.environment()
+        return Member(role, index, count, host, (sys.executable, *command), told, *files)
+
+    marks, waits = Marks(records), WaitLines(records, say)
+    servers, workers = len(roles.endpoints), enumerate(worker_environments(roles), roles.first_trainer)
+    return Crew(
+        [member("server", "server", n, servers, serve, server_environment(roles, n, session)) for n in roles.servers],
+        [member("worker", "rank", n, roles.trainers, job.command, env | marks.environment) for n, env in workers],
+        guard=guard,
+        meet=WorkersStore(job).open,
+        bound=Path(os.environ[BOUND_MARK]),
+        max_restarts=job.max_restarts,
+        one_host=roles.one_host,
+        marks=marks,
+        grace=job.grace,
+        standstill=Standstill(job.stall if job.on_stall == "end" else 0.0),
+        waits=waits,
+    )
+
+
+class Crew:
+    """``meet`` tells workers where they would meet, anew for every attempt; ``bound`` exists when they have met.
+
+    marks, grace:  which workers can save and leave when asked, and how many seconds they are given for it
+    standstill:    tells who is stopped for too long
+    waits:         the lines of processes that wait for others at the start
+    """
+
+    def __init__(
+        self,
+        servers: list[Member],
+        workers: list[Member],
+        *,
+        guard: Guard,
+        meet: Callable[[], dict[str, str]],
+        bound: Path,
+        max_restarts: int,
+        one_host: bool,
+        marks: Marks,
+        grace: float,
+        standstill: Standstill,
+        waits: WaitLines,
+    ) -> None:
+        self._servers, self._workers = servers, workers
+        self._guard, self._meet, self._bound = guard, meet, bound
+        self._max_restarts, self._one_host = max_restarts, one_host
+        self._marks, self._grace, self._standstill, self._waits = marks, grace, standstill, waits
+        self._notice = Notice()
+        self._attempt = 0
+
+    def run(self) -> None:
+        """Until every worker, and every server of workers elsewhere, is done; raises ``JobFailed`` or ``Left``."""
+        try:
+            self._tell_workers()
+            self._start(self._all)
+            with self._notice.heeded():
+                self._watch()
+            await_end(self._servers, FAREWELL, LOOK / 5)
+        except BaseException:
+            self._end(self._all)
+            raise
+        self._end(self._servers)
+        if any(worker.exit_code for worker in self._workers):
+            raise JobFailed(host_failure(socket.gethostname(), "has saved and asks to be started again", REQUEUE))
+
+    def _watch(self) -> None:
+        while not self._done():
+            time.sleep(LOOK)
+            if self._notice.given is not None:
+                self._leave(self._notice.given)
+            self._give_up_stopped()
+            self._waits.look()
+            self._mend()
+
+    @property
+    def _all(self) -> list[Member]:
+        return self._servers + self._workers
+
+    def _done(self) -> bool:
+        """Servers may end when the workers of this host have, but for those on other hosts they stay."""
+        awaited = [] if self._one_host else self._servers
+        return have_left(self._codes()) and all(server.exit_code == 0 for server in awaited)
+
+    def _codes(self) -> list[int | None]:
+        return [worker.exit_code for worker in self._workers]
+
+    # Leaving
+
+    def _leave(self, number: signal.Signals) -> NoReturn:
+        """We were asked to go. Workers that can save are given the time, and their servers stay for them."""
+        stopped = SignalException(f"stopped by {number.name}", number)
+        if not self._can_leave():
+            raise stopped
+        deadline = time.monotonic() + self._grace
+        running = [worker.session for worker in self._workers if worker.exit_code is None]
+        if not let_leave(running, self._codes, self._grace):
+            raise stopped
+        # Workers of other hosts, most likely asked as well, may still be saving with the servers of this one
+        await_end(self._servers, FAREWELL if self._one_host else deadline - time.monotonic(), LOOK / 5)
+        raise Left(number, goes_on=False)
+
+    def _can_leave(self) -> bool:
+        return any(self._marks.has(worker.index) for worker in self._workers)
+
+    # Mending
+
+    def _give_up_stopped(self) -> None:
+        running = {member.session: member for member in self._all if member.exit_code is None}
+        for pid in self._standstill.overdue(running):
+            running[pid].give_up(f"for {self._standstill.limit:g} s (stopped by SIGSTOP)")
+
+    def _mend(self) -> None:
+        """Start again whoever has failed; end the job when that makes no sense any more."""
+        failures = self._failures()
+        if any(not self._may_return(member, failures[member.name]) for member in self._all if member.name in failures):
+            raise JobFailed(self._first_cause())
+        for server in self._servers:
+            if server.name in failures:
+                self._restart(server, failures[server.name])
+        fallen = [worker for worker in self._workers if worker.name in failures]
+        if fallen and self._bound.exists():
+            self._restart_workers(first_cause(failures[worker.name] for worker in fallen))
+        else:
+            for worker in fallen:
+                self._restart(worker, failures[worker.name])
+
+    def _failures(self) -> dict[str, Failure]:
+        return {member.name: member.failure() for member in self._all if _has_failed(member)}
+
+    def _first_cause(self) -> Failure:
+        """Return the failure to report; if all failures follow from another one, wait until that process has ended.
+
+        A server tells its workers why it ends before it does, and on a busy host they may end first.
+        """
+        deadline = time.monotonic() + FIRST_CAUSE_WAIT
+        while (cause := first_cause(self._failures().values())).secondary and time.monotonic() < deadline:
+            if all(member.exit_code is not None for member in self._all):
+                break
+            time.sleep(LOOK)
+        return cause
+
+    def _may_return(self, member: Member, failure: Failure) -> bool:
+        """What is explained in one line would come again, unless it only tells of a lost fellow."""
+        together = member.role == "worker" and self._bound.exists()
+        if failure.explained and not (together and failure.secondary):
+            return False
+        if member.role == "worker" and not together and any(server.exit_code == 0 for server in self._servers):
+            return False  # all had taken leave, and what it trained with is gone
+        return (self._attempt if together else member.restarts) < self._max_restarts
+
+    def _restart(self, member: Member, failure: Failure) -> None:
+        member.restarts += 1
+        _tell(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
+        end_sessions([member.session])  # its children
+        self._start([member])
+
+    def _restart_workers(self, failure: Failure) -> None:
+        self._attempt += 1
+        which = f"restart {self._attempt} of {self._max_restarts}"
+        _tell(f"restarting all workers ({which}) because {failure.who} {failure.how}")
+        self._end(self._workers)
+        self._bound.unlink(missing_ok=True)
+        for worker in self._workers:
+            worker.restarts += 1
+        self._tell_workers()
+        # Servers that had ended because all had taken leave are needed again
+        self._start([server for server in self._servers if server.exit_code == 0] + self._workers)
+
+    def _tell_workers(self) -> None:
+        meeting = self._meet()
+        for worker in self._workers:
+            worker.env |= {**meeting, RESTART_COUNT: str(self._attempt)}
+
+    def _start(self, members: Iterable[Member]) -> None:
+        with signals_held():
+            for member in members:
+                if member.role == "worker":
+                    self._marks.forget(member.index)
+                member.start()
+            self._guard.watch([member.session for member in self._all if member.session])
+
+    def _end(self, members: list[Member]) -> None:
+        """Ask them to end, kill those that do not, then whatever they left running in their sessions."""
+        with signals_held():
+            for member in members:
+                member.ask_to_end()
+            # Those that would save first cannot any more
+            hurried = [member for member in members if member.role == "worker" and self._marks.has(member.index)]
+            await_end(hurried, NO_GRACE, LOOK / 5)
+            end_sessions(member.session for member in hurried)
+            await_end(members, GRACE, LOOK / 5)
+            end_sessions(member.session for member in members if member.session)
+
+
+def _tell(restart: str) -> None:
+    say(restart)
+    note_beside("restart", restart)
+
+
+def _has_failed(member: Member) -> bool:
+    """A worker that has saved and left has not."""
+    return bool(member.exit_code) and not (member.role == "worker" and member.exit_code == REQUEUE)

@@ -1,0 +1,206 @@
+"""A job with parameter servers: which servers and workers this host starts, and what each finds in its environment."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.base import network
+from echelon.base.endpoints import parse_endpoints, split_endpoint
+from echelon.base.environment import (
+    BOUND_MARK,
+    LOOPBACK,
+    PADDLE_ENDPOINT,
+    PADDLE_ENDPOINTS,
+    PADDLE_RANK,
+    PADDLE_SERVERS,
+    PADDLE_WORLD,
+    PS_JOIN_TIMEOUT,
+    PS_SESSION,
+    PS_STATE,
+    PS_TOKEN,
+    RESTART_COUNT,
+    SERVER_INDEX,
+    TRAINING_ROLE,
+)
+from echelon.base.errors import UsageError
+from echelon.distributed.ps_role import BY_HAND
+
+#: How often each server and each worker is started again, unless --max-restarts says otherwise.
+MAX_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Roles:
+    """A checked request.
+
+    endpoints:      of all servers of the job, in their order
+    servers:        which of them are started here
+    workers:        how many are started here; ``trainers`` counts those of all hosts
+    first_trainer:  the id of the first worker here, the others follow
+    state:          where servers keep their state; None: in a directory that goes with the job
+    """
+
+    endpoints: tuple[str, ...]
+    servers: tuple[int, ...]
+    workers: int
+    trainers: int
+    first_trainer: int
+    state: Path | None
+
+    @property
+    def one_host(self) -> bool:
+        return len(self.servers) == len(self.endpoints) and self.workers == self.trainers
+
+
+def check_roles(
+    *,
+    servers: int | None,
+    workers: int | None,
+    pservers: str | None,
+    trainers: int | None,
+    trainer_id_from: int | None,
+    state: str | None,
+) -> Roles | None:
+    """The options as typed, made into ``Roles``, or a one-line ``UsageError``; ``None`` for a job without servers."""
+    if servers is None and pservers is None:
+        given = {"--workers": workers, "--trainers": trainers, "--trainer-id-from": trainer_id_from, "--state": state}
+        if odd := next((name for name, value in given.items() if value is not None), None):
+            raise UsageError(f"{odd} belongs to a job with parameter servers; add --servers N, or use --procs")
+        return None
+    here = 1 if workers is None else workers
+    total, first = _count_workers(here, trainers, trainer_id_from, pservers is not None)
+    endpoints, own = _own_endpoints(servers or 0) if pservers is None else _listed_endpoints(pservers, servers)
+    if not own and not here:
+        raise UsageError("no server of the list is on this host and --workers is 0; there is nothing to start here")
+    return Roles(endpoints, own, here, total, first, None if state is None else Path(state).absolute())
+
+
+def _count_workers(here: int, trainers: int | None, first: int | None, listed: bool) -> tuple[int, int]:
+    """Workers in all, and the id of the first one here."""
+    if here < (0 if listed else 1):
+        raise UsageError(f"--workers {here} makes no job; it must be {0 if listed else 1} or more")
+    if not listed:
+        if trainers not in (None, here) or first not in (None, 0):
+            raise UsageError("--trainers and --trainer-id-from are for several hosts; name their servers by --pservers")
+        return here, 0
+    if trainers is None:
+        raise UsageError("--pservers is for several hosts; say by --trainers how many workers there are in all")
+    if first is None and 0 < here < trainers:
+        raise UsageError(f"{here} of {trainers} workers start here; say by --trainer-id-from which is the first")
+    if trainers < 1 or (first or 0) < 0 or (first or 0) + here > trainers:
+        raise UsageError(
+            f"--workers {here} from --trainer-id-from {first or 0} on do not fit --trainers {trainers}; "
+            "ids go from 0 to the number of trainers less one"
+        )
+    return trainers, first or 0
+
+
+def _own_endpoints(count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if count < 1:
+        raise UsageError(f"--servers {count} makes no job with servers; it must be 1 or more, or leave it out")
+    ports = network.free_ports(LOOPBACK, count)
+    return tuple(network.endpoint(LOOPBACK, port) for port in ports), tuple(range(count))
+
+
+def _listed_endpoints(pservers: str, wanted: int | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The list, and which of it are this host's: those whose address is local, unless --servers 0 says none."""
+    endpoints = parse_endpoints(pservers)
+    if wanted == 0:
+        return endpoints, ()
+    addresses = [network.resolve(split_endpoint(one)[0].strip("[]"), "--pservers") for one in endpoints]
+    local = tuple(index for index, address in enumerate(addresses) if network.is_local(address))
+    if wanted is not None and wanted != len(local):
+        raise UsageError(
+            f"--servers {wanted}, but {len(local)} of the --pservers are on this host; "
+            "leave --servers out to start those, or say --servers 0 to start none"
+        )
+    return endpoints, local
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of the job: its name, and the directory in which its servers keep their state."""
+
+    name: str
+    state: Path
+    #: whether the directory is ours alone and goes when the job has succeeded
+    passing: bool
+
+    def holds_state(self) -> bool:
+        return any(path.is_file() for path in self.state.glob("*/server-*/**/*"))
+
+    def forget(self) -> None:
+        if self.passing:
+            shutil.rmtree(self.state, ignore_errors=True)
+
+
+def open_session(roles: Roles, log_dir: Path, env: Mapping[str, str]) -> Session:
+    """A new session, or the one whose state --state holds: then the servers go on where they were."""
+    name = env.get(PS_SESSION) or _session_of(roles.state) or (secrets.token_hex(4) if roles.one_host else BY_HAND)
+    own = log_dir / f"servers-{name if roles.one_host else secrets.token_hex(4)}"
+    session = Session(name, roles.state or own, passing=roles.state is None)
+    if roles.servers:
+        try:
+            session.state.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model is in it
+            (session.state / "session").write_text(name)
+        except OSError as error:
+            raise UsageError(f"--state '{session.state}' cannot be used: {error.strerror}") from None
+    return session
+
+
+def _session_of(state: Path | None) -> str:
+    if state is None or not (state / "session").is_file():
+        return ""
+    return (state / "session").read_text().strip()
+
+
+def share(roles: Roles, session: Session, records: Path, join_timeout: float) -> None:
+    """Put into our own environment, which all inherit, what is the same for servers and workers.
+
+    The secret goes by this way and no other: command lines can be read by every user of the host.
+    """
+    os.environ |= {
+        PADDLE_SERVERS[0]: ",".join(roles.endpoints),
+        PADDLE_WORLD: str(roles.trainers),
+        PS_SESSION: session.name,
+        PS_JOIN_TIMEOUT: f"{join_timeout:g}",
+        BOUND_MARK: str(records / "bound"),
+    }
+    if roles.one_host:
+        os.environ.setdefault(PS_TOKEN, secrets.token_hex(16))
+
+
+def server_environment(roles: Roles, index: int, session: Session) -> dict[str, str]:
+    return {
+        TRAINING_ROLE: "PSERVER",
+        SERVER_INDEX: str(index),
+        PADDLE_ENDPOINT: roles.endpoints[index],
+        PS_STATE: str(session.state),
+    }
+
+
+def worker_environments(roles: Roles) -> list[dict[str, str]]:
+    """One for each worker here; where the workers would meet is added when they start."""
+    ports = network.free_ports(LOOPBACK, roles.workers) if roles.one_host else []
+    endpoints = [network.endpoint(LOOPBACK, port) for port in ports]
+    known = {PADDLE_ENDPOINTS: ",".join(endpoints)} if endpoints else {}
+    return [
+        {
+            **known,
+            **({PADDLE_ENDPOINT: endpoints[local]} if endpoints else {}),
+            TRAINING_ROLE: "TRAINER",
+            PADDLE_RANK: str(roles.first_trainer + local),
+            "RANK": str(roles.first_trainer + local),
+            "WORLD_SIZE": str(roles.trainers),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(roles.workers),
+            "GROUP_RANK": "0",
+            RESTART_COUNT: "0",
+        }
+        for local in range(roles.workers)
+    ]

@@ -1,0 +1,159 @@
+"""The roll call: the launcher that serves the store says who takes part in a round, and when it is complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from echelon.base.errors import PeerLost, UsageError
+from echelon.base.wait_notice import WaitNotice, say_wait
+from echelon.launcher.rendezvous.messages import Arrival, Host, Lineup, Terms, agree, append, arrange
+from echelon.launcher.rendezvous.store_client import BEAT, POLL, Line
+
+#: A host that has not been heard of for so many seconds is not counted on. It may still come back.
+SUSPECT = 10 * BEAT
+#: Seconds that a host of the last round may need beyond --grace to end its ranks.
+ENDING = 15.0
+
+
+class Pulse:
+    """Since when each host has not been heard of, by its beats in the store."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._heard: dict[str, tuple[int, float]] = {}
+
+    def silence(self, token: str) -> float:
+        """Seconds since its beat was seen to change."""
+        beats, now = self._line.add(f"beat/{token}", 0), time.monotonic()
+        if self._heard.get(token, (-1, 0.0))[0] != beats:
+            self._heard[token] = beats, now
+        return now - self._heard[token][1]
+
+    def first_silent(self, hosts: Sequence[Host], seconds: float) -> Host | None:
+        return next((host for host in hosts if self.silence(host.token) > seconds), None)
+
+
+class Roll:
+    def __init__(self, line: Line, terms: Terms) -> None:
+        self._line, self._terms = line, terms
+        self.pulse = Pulse(line)
+        self._tokens: list[str] = []
+        self._newest = (0, 0.0)
+        self._running = False
+
+    def call(self, round_: int, last: Sequence[Host]) -> Lineup:
+        """Wait until the round is complete. Those of the ``last`` one are waited for as long as they may live."""
+        self._running = bool(last)
+        notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
+        began, most_here = time.monotonic(), 0
+        newest = began
+        while True:
+            here = self.arrivals(round_)
+            if not last:
+                agree([arrival.host for arrival in here])
+            awaited, now = self._awaited(here, last, began), time.monotonic()
+            if len(here) > most_here:
+                most_here, newest = len(here), now
+            if not awaited and len(here) >= self._terms.least:
+                called_last = now - newest >= self._terms.last_call or len(here) >= self._terms.most
+                if last or called_last:
+                    self._running = True
+                    return self._line_up(here)
+            if not awaited and now - began > self._terms.join_timeout:
+                raise self._too_few([arrival.host for arrival in here])
+            notice.look(self._lacking([arrival.host for arrival in here]))
+            time.sleep(POLL)
+
+    def arrivals(self, round_: int, without: Collection[str] = ()) -> list[Arrival]:
+        """Who is ready for this round and alive, in the order in which they came to the store."""
+        found = []
+        for token in self.known():
+            text = None if token in without else self._line.find(f"ready/{token}")
+            if text is not None and (arrival := Arrival.from_json(text)).round == round_:
+                found.append(arrival)
+        return [one for one in found if self.pulse.silence(one.host.token) < SUSPECT and self._fits(one.host)]
+
+    def joiners(self, round_: int, members: Sequence[Host]) -> list[Host]:
+        """Who waits to join while a round runs; nobody before the last call for others that come with them."""
+        if (room := self._terms.most - len(members)) <= 0:
+            return []
+        waiting = [one.host for one in self.arrivals(round_, {host.token for host in members})]
+        count, since = self._newest
+        if len(waiting) != count:
+            count, since = self._newest = len(waiting), time.monotonic()
+        called_last = time.monotonic() - since >= self._terms.last_call or count >= room
+        return waiting[:room] if called_last else []
+
+    def known(self) -> list[str]:
+        """Everybody who ever came to this store and has not left it."""
+        count = self._line.add("lobby", 0)
+        while len(self._tokens) < count:
+            token = self._line.find(f"lobby/{len(self._tokens)}")
+            if token is None:  # it has its number, and says its name in a moment
+                break
+            self._tokens.append(token.decode())
+        return [token for token in self._tokens if not self._line.check(f"gone/{token}")]
+
+    def _awaited(self, here: Sequence[Arrival], last: Sequence[Host], began: float) -> bool:
+        """Whether somebody who lives has not come yet: of the last round, or who waited to join meanwhile."""
+        came, known = {arrival.host.token for arrival in here}, self.known()
+        waited = time.monotonic() - began
+        if waited < self._terms.grace + ENDING:
+            for host in last:
+                gone = host.token in came or self._line.check(f"gone/{host.token}")
+                # One that has not found this store yet may still be ending its ranks of before
+                patience = SUSPECT if host.token in known else self._terms.host_timeout
+                if not gone and self.pulse.silence(host.token) < patience:
+                    return True
+        others = [token for token in known if token not in came]
+        return waited < SUSPECT and any(self.pulse.silence(token) < SUSPECT for token in others)
+
+    def _fits(self, host: Host) -> bool:
+        """A host with another --nnodes that comes to a running job is refused, and does not end it."""
+        if host.hosts == self._terms.nnodes or not self._running:
+            return True
+        self._line.set(
+            f"refused/{host.token}",
+            f"the job here runs with --nnodes {self._terms.nnodes}, but {host.name} says --nnodes {host.hosts}; "
+            "give all the same",
+        )
+        return False
+
+    def _line_up(self, here: Sequence[Arrival]) -> Lineup:
+        number = 1 + max(arrival.number for arrival in here)
+        staying = sorted(here, key=lambda arrival: arrival.place is None)[: self._terms.most]
+        restarts = max(arrival.restarts for arrival in staying)
+        order = append(staying) if self._terms.elastic else arrange([_seated(arrival) for arrival in staying])
+        return Lineup(tuple(order), number, restarts)
+
+    def _lacking(self, here: Sequence[Host]) -> str:
+        """Return which hosts have not come, for a launcher that waits; '' when enough are here."""
+        terms, names = self._terms, ", ".join(host.name for host in here)
+        if len(here) >= terms.least:
+            return ""
+        count = f"{terms.least - len(here)} of {terms.least}{' or more' if terms.elastic else ''} hosts"
+        return f"{count} to come to {self._line.where} (here: {names}), by the same command there"
+
+    def _too_few(self, here: Sequence[Host]) -> PeerLost:
+        terms, names = self._terms, ", ".join(host.name for host in here)
+        within = f"to {self._line.where} within {terms.join_timeout:g} s ({names})"
+        if terms.elastic:
+            came = f"{len(here)} host{'' if len(here) == 1 else 's'} came {within}"
+            need = f"--nnodes {terms.nnodes} needs {terms.least}"
+            return PeerLost(f"{came}, but {need}; start the same command on others, or give --join-timeout")
+        return PeerLost(
+            f"{len(here)} of {terms.most} hosts came {within}; "
+            "start the same command on the others, or give --join-timeout"
+        )
+
+
+def _seated(arrival: Arrival) -> Host:
+    """Who was in the last round keeps its place there."""
+    return arrival.host if arrival.place is None else replace(arrival.host, node_rank=arrival.place)
+
+
+def as_refusal(error: Exception) -> Lineup:
+    """What the others find in place of a line-up."""
+    return Lineup(refusal=str(error), mistake=isinstance(error, UsageError))

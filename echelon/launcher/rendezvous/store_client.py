@@ -1,0 +1,155 @@
+"""A launcher's line to the store where launchers meet.
+
+A call to torch's store cannot be interrupted, and over a cut link it does not come back: a thread of its own makes the
+calls, while we wait as long as we please and heed signals. The same thread tells the others that we live.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from echelon.base.errors import PeerLost
+
+POLL = 0.1
+#: Seconds between two signs of life.
+BEAT = 0.5
+
+T = TypeVar("T")
+
+
+class StoreGone(PeerLost, RuntimeError):
+    """The launcher that served the store died, or its link was cut. A RuntimeError as torch's own stores raise."""
+
+
+@dataclass
+class _Question:
+    call: Callable[..., Any]
+    args: tuple[object, ...]
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Any = None
+    error: Exception | None = None
+
+    def put(self) -> None:
+        try:
+            self.answer = self.call(*self.args)
+        except Exception as error:
+            self.error = error
+        self.answered.set()
+
+
+class Line:
+    def __init__(self, store: Store, where: str, patience: float) -> None:
+        self._store, self.where, self._patience = store, where, patience
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._gone = False
+        self._pulse = ""
+        threading.Thread(target=self._serve, daemon=True, name="line").start()
+
+    def beat_as(self, token: str) -> None:
+        """From now on this is whose signs of life we give."""
+        self._pulse = f"beat/{token}"
+
+    def close(self) -> None:
+        self._questions.put(None)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(self._store.set, key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(self._store.add, key, amount))
+
+    def check(self, *keys: str) -> bool:
+        """Whether all of them are there."""
+        return bool(self._ask(self._store.check, list(keys)))
+
+    def find(self, key: str) -> bytes | None:
+        """Its value, or ``None`` at once: the store's own ``get`` would wait for it."""
+        return self._ask(self._find, key)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return bytes(self._ask(self._store.compare_set, key, expected, value))
+
+    def delete(self, key: str) -> bool:
+        return bool(self._ask(self._store.delete_key, key))
+
+    def _find(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _ask(self, call: Callable[..., T], *args: object) -> T:
+        if self._gone:
+            raise self._lost()
+        question = _Question(call, args)
+        self._questions.put(question)
+        if not question.answered.wait(self._patience) or isinstance(question.error, RuntimeError):
+            self._gone = True
+            raise self._lost() from None
+        if question.error is not None:
+            raise question.error
+        answer: T = question.answer
+        return answer
+
+    def _lost(self) -> StoreGone:
+        return StoreGone(f"the launcher at {self.where} does not answer any more; look at its console")
+
+    def _serve(self) -> None:
+        beaten = 0.0
+        while True:
+            if self._pulse and not self._gone and time.monotonic() - beaten >= BEAT:
+                beaten = time.monotonic()
+                beat = _Question(self._store.add, (self._pulse, 1))
+                beat.put()
+                self._gone = self._gone or beat.error is not None
+            try:
+                question = self._questions.get(timeout=BEAT / 2)
+            except queue.Empty:
+                continue
+            if question is None:
+                return
+            question.put()
+
+
+class Board(Store):
+    """What launchers write for one another in one round, for their companions: a store under a prefix of ours."""
+
+    def __init__(self, line: Line, prefix: str, patience: float) -> None:
+        super().__init__()
+        self._line, self._prefix, self._patience = line, prefix, patience
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._line.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for it, but never so that our signs of life would wait too."""
+        self.wait([key])
+        found = self._line.find(self._prefix + key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        patience = self._patience if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + patience
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{', '.join(keys)} did not come within {patience:g} s")
+            time.sleep(POLL)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._line.add(self._prefix + key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._line.check(*(self._prefix + key for key in keys))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self._line.compare_set(self._prefix + key, expected, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._line.delete(self._prefix + key)

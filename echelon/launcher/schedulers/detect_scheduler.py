@@ -1,0 +1,45 @@
+"""What ``echelon run`` learns from where it stands: named hosts, a Slurm allocation, a pod. Asked before all else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.launcher.schedulers import kubernetes, slurm
+from echelon.launcher.schedulers.ray import run_on_ray
+from echelon.launcher.schedulers.ssh import run_on_hosts
+
+#: Options of ``run`` that only mean something together with hosts to be reached over ssh.
+OF_SSH = ("ssh", "remote_python", "env")
+#: Options that say where the job is to run.
+OF_CLUSTERS = ("hosts", "hostfile", "on", "ray_address")
+
+
+def started_elsewhere(context: Any, first: Callable[[], None] | None = None) -> int | None:
+    """The exit code of a job that was started on named hosts or on a cluster; ``None``: it is to run here.
+
+    ``context`` is click's, of the command ``run``; ``first`` is done once all that was asked for is found right.
+    """
+    options = context.params
+    if options.get("on") is not None:
+        return run_on_ray(context, first)
+    if options.get("ray_address") is not None:
+        raise UsageError("--ray-address is for jobs on a Ray cluster; add --on ray")
+    if options["hosts"] is not None or options["hostfile"] is not None:
+        return run_on_hosts(context, first)
+    if odd := next((name for name in OF_SSH if options[name]), None):
+        raise UsageError(f"--{odd.replace('_', '-')} is for other hosts; name them by --hosts or --hostfile")
+    if nodes := slurm.needs_srun(options, os.environ):
+        slurm.call_srun(nodes, sys.argv[1:], elastic=":" in str(options["nnodes"]))
+    return None
+
+
+def completed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a launcher that runs here, with what the scheduler knows of the job."""
+    rest = {name: value for name, value in options.items() if name not in (*OF_SSH, *OF_CLUSTERS)}
+    rest |= slurm.found_in_step(rest, os.environ)
+    kubernetes.await_master(rest["master"], rest["join_timeout"], os.environ)
+    return rest

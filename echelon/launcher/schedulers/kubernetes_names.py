@@ -1,0 +1,67 @@
+"""What Kubernetes lets things be called: checked here, so that a slip is one line and not the cluster's refusal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from echelon.base.errors import UsageError
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+#: Pods and server sets put something behind the name of the job, and 63 is the most that a host name may have.
+LONGEST = 45
+
+
+def check_name(option: str, name: str) -> None:
+    """The name of a job is one of a Service too, and those begin with a letter."""
+    if not _LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > LONGEST:
+        raise UsageError(
+            f"{option} {name!r} is no name for a job; use small letters, digits and dashes, a letter first, "
+            f"{LONGEST} characters at most"
+        )
+
+
+def check_object(what: str, name: str) -> None:
+    if not all(_LABEL.fullmatch(part) for part in name.split(".")) or len(name) > 253:
+        raise UsageError(f"{what} is {name!r}, which Kubernetes does not allow; use small letters, digits and dashes")
+
+
+def check_image(image: str) -> None:
+    if not _IMAGE.fullmatch(image):
+        raise UsageError(f"--image {image!r} is no name of an image, such as registry.example/team/train:1.2")
+
+
+def check_text(words: Iterable[str]) -> None:
+    """Bytes that are no text reach us as lone surrogates; JSON, and so Kubernetes, has no way to hold them."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"the argument {word!a} is no text in UTF-8, which Kubernetes cannot hold") from None
+
+
+def check_quantity(option: str, text: str) -> None:
+    if not _QUANTITY.fullmatch(text):
+        raise UsageError(f"{option} {text!r} is no amount that Kubernetes knows; write 8, 500m, 64Gi")
+
+
+def split_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """``NAME=VALUE``, or ``NAME`` with the value that it has here."""
+    name, given, value = text.partition("=")
+    if not _VARIABLE.fullmatch(name):
+        raise UsageError(f"--env {text!r} is not NAME=VALUE, with a name of letters, digits and underscores")
+    if not given and name not in env:
+        raise UsageError(f"--env {name} is not set here; set it, or say --env {name}=VALUE")
+    return name, value if given else env[name]
+
+
+def split_volume(text: str) -> tuple[str, str]:
+    """``CLAIM:/path``: a persistent volume claim, and where pods see it."""
+    claim, _, path = text.partition(":")
+    if not path.startswith("/") or ":" in path or not path.isprintable():
+        raise UsageError(f"--volume {text!r} is not CLAIM:/path, such as data:/data")
+    check_object("the claim of --volume", claim)
+    return claim, path

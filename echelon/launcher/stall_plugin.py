@@ -1,0 +1,151 @@
+"""The launcher's part of the stall watch: the first host judges, every host shows what was found, once.
+
+Each launcher also looks at the processes of its own ranks: one that is stopped cannot say so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from echelon.base.environment import STALL, STALL_JUDGE
+from echelon.base.errors import EchelonError
+from echelon.launcher.agent_plugin import Round
+from echelon.launcher.failure import STALLED, Failure
+from echelon.observability.stall.detector import Court, Ruling, note_rulings, period
+from echelon.observability.stall.reporter import PREFIX
+
+#: States of a process worth telling others, see proc(5).
+_TELLING = "TtZD"
+
+
+class StallWatch:
+    """A companion of the launcher.
+
+    limit: seconds that a rank may be late; 0: for ever
+    ends:  whether the round ends with a rank that is late and does not work
+    """
+
+    def __init__(self, limit: float, *, ends: bool) -> None:
+        self._limit, self._ends = limit, ends
+        self._at: Round | None = None
+        self._pids: Mapping[int, int] = {}
+        self._court: Court | None = None
+        self._states: dict[int, str] = {}
+        self._shown = 0
+        self._looked = 0.0
+
+    @property
+    def card(self) -> Mapping[str, str]:
+        return {}
+
+    def environment(self, at: Round) -> Mapping[str, str]:
+        return {STALL: f"{self._limit:g}", STALL_JUDGE: "launcher"}
+
+    def begin(self, at: Round, pids: Mapping[int, int]) -> None:
+        self._at, self._pids, self._states, self._shown, self._court = at, dict(pids), {}, 0, None
+        if at.node_rank == 0 and at.world_size > 1 and self._limit > 0:
+            host, port = at.rank_store
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+            self._court = Court(PrefixStore(PREFIX, store), at.world_size, self._limit, ends=self._ends)
+
+    def look(self) -> Failure | None:
+        now = time.monotonic()
+        if self._at is None or self._limit <= 0 or now - self._looked < period(self._limit):
+            return None
+        self._looked = now
+        try:
+            self._tell_states(self._at)
+            failure = self._judge(self._at, self._court, now) if self._court is not None else None
+            self._show(self._at)
+        except RuntimeError:  # a store that does not answer any more is noticed by the agent
+            return None
+        return failure
+
+    def end(self) -> None:
+        if self._at is not None and self._limit > 0:
+            # The first host has told it just before it ended the round.
+            with contextlib.suppress(RuntimeError, EchelonError):
+                self._show(self._at)
+        self._at, self._court = None, None
+
+    def close(self) -> None:
+        self.end()
+
+    def _tell_states(self, at: Round) -> None:
+        found = {rank: process_state(pid) for rank, pid in self._pids.items()}
+        states = {rank: state for rank, state in found.items() if state and state in _TELLING}
+        if states != self._states:
+            self._states = states
+            at.board.set(_states_of(at.node_rank), json.dumps(states))
+
+    def _judge(self, at: Round, court: Court, now: float) -> Failure | None:
+        ruling, lines = court.sit(now, self._all_states(at))
+        note_rulings(ruling, lines)
+        for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
+            at.board.set(f"stall/table/{int(at.board.add('stall/tables', 1)) - 1}", text)
+        if ruling is None or ruling.culprit is None or ruling.finding.works or not self._ends:
+            return None
+        return _failure(at, ruling)
+
+    def _all_states(self, at: Round) -> dict[int, str]:
+        found = dict(self._states)
+        for node in range(1, len(at.hosts)):
+            if at.board.check([_states_of(node)]):
+                found |= _read_states(at.board.get(_states_of(node)))
+        return found
+
+    def _show(self, at: Round) -> None:
+        while at.board.check([key := f"stall/table/{self._shown}"]):
+            print(bytes(at.board.get(key)).decode(errors="replace"), file=sys.stderr, flush=True)
+            self._shown += 1
+
+
+def process_state(pid: int) -> str:
+    """One letter, see proc(5); '' where the process is gone or there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _states_of(node: int) -> str:
+    return f"stall/processes/{node}"
+
+
+def _read_states(text: bytes) -> dict[int, str]:
+    try:
+        return {int(rank): str(state)[:1] for rank, state in json.loads(text).items()}
+    except (ValueError, AttributeError):
+        return {}
+
+
+def _failure(at: Round, ruling: Ruling) -> Failure:
+    assert ruling.culprit is not None
+    rank, status = ruling.culprit.rank, ruling.culprit.status
+    return Failure(
+        rank=rank,
+        world_size=at.world_size,
+        host=status.host if status else _host_of(at, rank),
+        pid=status.pid if status else 0,
+        exit_code=1,
+        time=time.time(),
+        log=str(at.log_dir / f"rank-{rank}.log"),
+        kind=STALLED,
+        message=ruling.finding.brief,
+    )
+
+
+def _host_of(at: Round, rank: int) -> str:
+    for host in at.hosts:
+        if rank < len(host.endpoints):
+            return host.name
+        rank -= len(host.endpoints)
+    return "?"

@@ -1,5 +1,0 @@
-"""Lean training: six bytes a parameter, on the device and beside it, in place of sixteen. See docs/large_models.md."""
-
-from echelon.lean.building import building
-
-__all__ = ["building"]

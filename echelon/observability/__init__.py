@@ -1,0 +1,1 @@
+"""What a run reports: metrics, run logs, traces and stall detection."""

@@ -1,0 +1,64 @@
+"""Losses that are not finite end a run, on every rank alike, and before they can spoil what is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.base.errors import LossError
+from echelon.distributed.collectives import gather_json
+from echelon.observability.metrics.deferred_scalar import Late
+
+
+class Counted(Protocol):
+    """A loss of all ranks, and this rank's own."""
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    @property
+    def local(self) -> Tensor: ...
+
+
+class Losses:
+    """Looks at every global loss. On a GPU the host would have to wait for it, so there it looks a step later.
+
+    group: who to ask whose loss it was; ``None`` where this rank's loss is its own
+    """
+
+    def __init__(self, rank: int, on_gpu: bool) -> None:
+        self._rank = rank
+        self.lag = 1 if on_gpu else 0  #: steps
+        self.group: dist.ProcessGroup | None = None
+        self._waiting: list[tuple[int, Late, Counted]] = []
+
+    def note(self, step: int, tally: Counted) -> None:
+        if self.lag or self._waiting:
+            self._waiting.append((step, Late(tally.loss, "loss"), tally))
+            self._look(self.lag)
+        elif not math.isfinite(tally.loss.item()):
+            self._refuse(step, tally)
+
+    def look(self) -> None:
+        """At all of them, now: nothing is kept that came of a loss nobody has looked at."""
+        self._look(0)
+
+    def _look(self, lag: int) -> None:
+        while len(self._waiting) > lag:
+            step, loss, tally = self._waiting.pop(0)
+            if not math.isfinite(loss.read()):
+                self._refuse(step, tally)
+
+    def _refuse(self, step: int, tally: Counted) -> None:
+        losses = {self._rank: float(tally.local)}
+        if self.group is not None:
+            losses = dict(enumerate(gather_json(losses[self._rank], self.group)))
+        bad = [rank for rank, value in losses.items() if not math.isfinite(value)]
+        where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+        raise LossError(
+            f"the loss is {losses[bad[0]]} at step {step} on {where}; lower the learning rate, clip gradients, or "
+            "look at that batch"
+        )

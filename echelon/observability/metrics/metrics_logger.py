@@ -1,0 +1,217 @@
+"""Watch: gathers what each step reports and hands a record to the sinks every few steps."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.base.errors import UsageError
+from echelon.distributed.activity import activity
+from echelon.observability.metrics.deferred_scalar import Late
+from echelon.observability.metrics.prediction_check import Foretold
+from echelon.observability.metrics.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard, find_event_writer
+from echelon.observability.metrics.step_clock import Seconds, make_clock
+from echelon.observability.runlog.log_files import LOGGED, surroundings
+from echelon.strategy.log_settings import Log
+
+if TYPE_CHECKING:
+    from echelon.observability.runlog.rank_log import RankFigures
+
+
+class _Seen(NamedTuple):
+    """A finished step.
+
+    at:     by the clock that speed is measured with
+    waited: seconds until then in which this rank waited for others
+    """
+
+    step: int
+    loss: Tensor
+    rate: float
+    total: int | None
+    time: float
+    at: float
+    waited: float
+
+
+class Watch:
+    """Rank 0's eyes; on the other ranks it keeps the clock and that rank's own figures."""
+
+    def __init__(self, log: Log, device: torch.device, rank: int) -> None:
+        self.clock = make_clock(device)
+        self._device = device
+        self._foretold: Foretold | None = None
+        self._every, self._log = log.every, log
+        self._speaks = rank == 0
+        self._sinks: list[Sink] | None = None
+        self._due: Callable[[], Record] | None = None
+        self._last: _Seen | None = None  # the newest step, as long as no record has it
+        self._steps = 0
+        self._examples: Tensor | float | None = 0.0  # None: of some step nobody has said how many
+        self._since = time.perf_counter()
+        self.directory = _directory(log)
+        self._figures = _figures(self.directory, rank, device)
+        self._event_writer = find_event_writer() if log.tensorboard and self._speaks else None
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines about what was asked for and cannot be written. A run can do without it."""
+        if not self._log.tensorboard or not self._speaks or self._event_writer is not None:
+            return []
+        return ["tensorboard: it is not installed, so no files for it; pip install 'echelon[tensorboard]'"]
+
+    def say(self, text: str) -> None:
+        """A line from rank 0, outside the stream of records."""
+        if self._speaks and self._log.console:
+            print(f"echelon: {text}", flush=True)
+
+    def foretell(self, seconds: float, memory: float, held: float) -> None:
+        """What a step is to take, and to hold on this device; after some steps, what came is set against it.
+
+        held: bytes of the model that are there already. What it took to find the plan is no part of a step."""
+        if self._speaks:
+            self._foretold = Foretold(seconds, memory, held, self._device)
+        self.clock.lap("data")
+        self.clock.take()
+        self._since = time.perf_counter()
+
+    def step(self, step: int, loss: Tensor, examples: Tensor | float | None, rate: float, total: int | None) -> None:
+        """Note a finished step; every few of them, write a record. ``examples``: None where they are not known."""
+        if self._due is not None or self._figures is not None:
+            self._flush()
+        self._steps += 1
+        self._last = _Seen(step, loss, rate, total, time.time(), time.perf_counter(), activity.waited)
+        if not self._speaks:
+            if step % self._every == 0 or step == total:
+                self._take(self._last)  # also where nobody reads it: it would grow
+            return
+        if self._foretold is not None and (came := self._foretold.step()) is not None:
+            self._foretold = None
+            self.say(came.line)
+            self.note({"step": step, **came.record})
+        self._examples = None if self._examples is None or examples is None else self._examples + examples
+        if step % self._every and step != total:
+            return
+        self._take(self._last)
+        if not loss.is_cuda or step == total:
+            self._flush()
+
+    def _take(self, last: _Seen) -> None:
+        """All since the record before becomes one, which ends with that step."""
+        seconds = functools.cache(self.clock.take())
+        if self._figures is not None:
+            self._figures.take(last.step, self._steps, seconds, last.waited)
+        if self._speaks:
+            self._due = self._pending(last, seconds)
+        self._steps, self._last = 0, None
+
+    def _pending(self, last: _Seen, seconds: Callable[[], Seconds]) -> Callable[[], Record]:
+        """The rest of the record is still on its way through the GPU; it is read at the next step."""
+        record: Record = {"step": last.step, "total": last.total, "learning_rate": last.rate, "time": last.time}
+        late, steps = Late(last.loss), self._steps
+        examples = Late(self._examples) if isinstance(self._examples, Tensor) else None
+        count, elapsed = self._examples, last.at - self._since
+        self._examples, self._since = 0.0, last.at
+
+        def complete() -> Record:
+            record["loss"] = late.read()
+            if count is None:
+                record["steps_per_s"] = steps / elapsed
+            else:
+                record["examples_per_s"] = (examples.read() if examples else float(count)) / elapsed
+            return record | {phase: 1e3 * spent / steps for phase, spent in seconds().items()}
+
+        return complete
+
+    def _flush(self) -> None:
+        if self._figures is not None:
+            self._figures.flush()
+        if self._due is not None:
+            record, self._due = self._due(), None
+            for sink in self._open():
+                sink.write(record)
+
+    def note(self, record: Record) -> None:
+        """A record of another kind (an evaluation) for the files."""
+        if self._speaks:
+            for sink in self._open():
+                if isinstance(sink, JsonLines | TensorBoard):
+                    sink.write({"time": time.time(), **record})
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers of the script's own: a line, and a record for the files."""
+        found = {name: _number(name, value) for name, value in values.items()} if self._speaks else {}
+        if not found:
+            return
+        if self._log.console and self._log.lines:
+            print(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
+        self.note({"step": step, LOGGED: found})
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Steps after the last record are in the files, too; not after an ``error``: the device may never be done."""
+        self._flush()
+        if self._last is not None and error is None:
+            self._take(self._last)
+            self._sinks = self._sinks or self._files()  # no bar that would begin with its end
+            if self._due is not None:
+                self.note(self._due())
+        if self._figures is not None:
+            self._figures.close()
+        for sink in self._sinks or []:
+            sink.close()
+        self._sinks = None
+
+    def _open(self) -> list[Sink]:
+        if self._sinks is None:
+            self._sinks = []
+            if self._log.console and self._log.lines:
+                bar = self._log.progress if self._log.progress is not None else _terminal()
+                self._sinks.append(Bar() if bar else Lines())
+            self._sinks += self._files()
+        return self._sinks
+
+    def _files(self) -> list[Sink]:
+        if self.directory is None:
+            return []
+        files: list[Sink] = [JsonLines(self.directory)]
+        return files if self._event_writer is None else [*files, TensorBoard(self.directory, self._event_writer)]
+
+
+def _number(name: str, value: Any) -> float:
+    """What a script logs under that name; a tensor is waited for."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise UsageError(f"log(): '{name}' is a {type(value).__name__}; give numbers, or tensors of one number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of many
+        raise UsageError(f"log(): '{name}' is not one number; take its mean, say") from None
+
+
+def _directory(log: Log) -> Path | None:
+    path = Path(log.dir) if log.dir else surroundings()
+    if path is None:
+        if log.tensorboard:
+            raise UsageError("Log(tensorboard=True) needs a place to write: give Log(dir=...), or use 'echelon run'")
+        return None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the log directory '{path}' cannot be made: {error.strerror}; choose another") from None
+    return path
+
+
+def _figures(directory: Path | None, rank: int, device: torch.device) -> RankFigures | None:
+    from echelon.observability.runlog.rank_log import RankFigures  # it reads what this room keeps, so it comes after it
+
+    return RankFigures(directory, rank, device) if directory is not None else None
+
+
+def _terminal() -> bool:
+    return sys.__stdout__ is not None and sys.__stdout__.isatty()

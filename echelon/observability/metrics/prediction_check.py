@@ -1,0 +1,87 @@
+"""What a plan has promised, against what came: time and memory, once, after some steps."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from echelon.base.formatting import duration, size
+
+#: Steps that are not counted: the first ones allocate, compile, meet and fill caches. And how many are, after those.
+WARM, COUNTED = 5, 15
+
+
+class Came(NamedTuple):
+    line: str
+    record: dict[str, Any]
+
+
+class Foretold:
+    """seconds, memory: of a step, and bytes on this device, as predicted; held: bytes of the model already here."""
+
+    def __init__(self, seconds: float, memory: float, held: float, device: torch.device) -> None:
+        self._seconds, self._memory, self._device = seconds, memory, device
+        self._before = _resident(device) - held
+        _forget_peak(device)
+        self._steps, self._begun = 0, 0.0
+
+    def step(self) -> Came | None:
+        """Note a step; what came, when enough have been seen."""
+        self._steps += 1
+        if self._steps == WARM:
+            self._begun = _now(self._device)
+        if self._steps < WARM + COUNTED:
+            return None
+        seconds = (_now(self._device) - self._begun) / COUNTED
+        memory = max(0.0, _peak(self._device) - self._before)
+        return Came(self._line(seconds, memory), self._record(seconds, memory))
+
+    def _line(self, seconds: float, memory: float) -> str:
+        off = f"{seconds / self._seconds - 1:+.0%}"
+        time_ = f"predicted {duration(self._seconds)} a step, measured {duration(seconds)} ({off})"
+        return f"{time_}; memory predicted {size(self._memory)}, measured {size(memory)}"
+
+    def _record(self, seconds: float, memory: float) -> dict[str, Any]:
+        return {
+            "predicted_step_ms": 1e3 * self._seconds,
+            "measured_step_ms": 1e3 * seconds,
+            "predicted_memory": self._memory,
+            "measured_memory": memory,
+        }
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _resident(device: torch.device) -> float:
+    """Bytes that this process holds: on a CPU all it has, of which a model is a part."""
+    if device.type == "cuda":
+        return float(torch.cuda.memory_allocated(device))
+    with contextlib.suppress(OSError):
+        return float(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
+    return 0.0
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins anew
+
+
+def _peak(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024.0 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

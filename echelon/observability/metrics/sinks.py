@@ -1,0 +1,127 @@
+"""Where records go: a console line, a live bar, JSON lines, TensorBoard. Each takes a record and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from echelon.observability.metrics.step_clock import PHASES
+from echelon.observability.runlog.log_files import LOGGED, METRICS
+from echelon.observability.runlog.log_files import Lines as JsonFile
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lines:
+    """One plain line a record, for logs and pipes."""
+
+    def write(self, record: Record) -> None:
+        print(summary(record), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A live progress bar on the terminal. What the script prints goes above it; the rank's log gets plain lines."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._tees = [tee for stream in (sys.stdout, sys.stderr) if (tee := _tee_of(stream)) is not None]
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=Console(file=sys.__stdout__),
+            redirect_stdout=not self._tees,
+            redirect_stderr=not self._tees,
+        )
+        self._task = self._progress.add_task("", total=None)
+        self._progress.start()
+        for tee in self._tees:
+            tee.show = self._above
+
+    def write(self, record: Record) -> None:
+        text = f"loss {record['loss']:.4f}  {speed(record)}"
+        self._progress.update(self._task, completed=record["step"], total=record.get("total"), description=text)
+        for tee in self._tees[:1]:
+            tee.log.write(f"{summary(record)}\n".encode())
+
+    def close(self) -> None:
+        for tee in self._tees:
+            tee.restore()
+        self._progress.stop()
+
+    def _above(self, data: bytes) -> None:
+        self._progress.console.out(data.decode(errors="replace"), end="", highlight=False)
+
+
+class JsonLines:
+    """metrics.jsonl: one object a record."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lines = JsonFile(directory / METRICS)
+
+    def write(self, record: Record) -> None:
+        self._lines.write(record)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def find_event_writer() -> Any:
+    """Return torch's writer of TensorBoard files; None if the package is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter
+
+
+class TensorBoard:
+    """Event files for TensorBoard; needs the `tensorboard` extra."""
+
+    def __init__(self, directory: Path, event_writer: Any) -> None:
+        self._writer: Any = event_writer(str(directory / "tensorboard"))
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name not in ("step", "total", "time") and isinstance(value, int | float):
+                group = "milliseconds" if name in PHASES else "train"
+                self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+        for name, value in record.get(LOGGED, {}).items():
+            self._writer.add_scalar(f"{LOGGED}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _tee_of(stream: object) -> Any:
+    """The launcher's tee behind a standard stream of rank 0, where there is one."""
+    tee = getattr(stream, "buffer", None)
+    return tee if hasattr(tee, "show") else None
+
+
+def summary(record: Record) -> str:
+    """``step 120/1400  loss 0.2131  5,120 examples/s  data 1.2 forward 20.1 ... ms``"""
+    total = f"/{record['total']}" if record.get("total") else ""
+    phases = " ".join(f"{phase} {record[phase]:.1f}" for phase in PHASES if phase in record)
+    return f"step {record['step']}{total}  loss {record['loss']:.4f}  {speed(record)}  {phases} ms"
+
+
+def speed(record: Record) -> str:
+    """In a loop of one's own that does not say of how many samples, steps are all that can be counted."""
+    if "examples_per_s" in record:
+        return f"{record['examples_per_s']:,.0f} examples/s"
+    return f"{record['steps_per_s']:,.1f} steps/s"

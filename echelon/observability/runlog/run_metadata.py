@@ -1,0 +1,304 @@
+"""What run.json and memory.json say, as types: who trains what, by which plan, with which settings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.observability.runlog.tolerant_json import (
+    JSON,
+    an_object,
+    integer,
+    integers,
+    number,
+    numbers,
+    objects,
+    text,
+    texts,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    size: int
+    hosts: int
+    device: str
+    backend: str
+    launcher: str
+    servers: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """at: its place along the axes of the mesh; memory: bytes that its device has"""
+
+    rank: int
+    host: str
+    device: str
+    memory: int | None
+    at: dict[str, int]
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """units: the modules that it runs; parameters: how many numbers they have"""
+
+    stage: int
+    ranks: tuple[int, ...]
+    units: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of a pipeline's schedule as predicted, in seconds from the step's beginning. kind: F, B, I or W"""
+
+    rank: int
+    kind: str
+    micro_batch: int
+    stage: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """memory: bytes by kind, one for each place along the stage axis"""
+
+    seconds: float
+    parts: dict[str, float]
+    memory: tuple[dict[str, float], ...]
+    events: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """run.json. began: when the first attempt was started, started: when this one was."""
+
+    echelon: str
+    torch: str
+    python: str
+    command: tuple[str, ...]
+    script: str
+    started: float
+    began: float
+    attempt: int
+    world: World
+    mesh: dict[str, int]
+    ranks: tuple[Rank, ...]
+    plan: dict[str, Any]
+    parameter_count: int
+    parameter_bytes: int
+    stages: tuple[Stage, ...]
+    schedule: Schedule | None
+    settings: tuple[Setting, ...]
+    said: tuple[str, ...]
+    predicted: Predicted | None
+    flops_per_step: float | None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_zoo(self) -> bool:
+        """Whether ``echelon train`` has started it: the script is Echelon's own then, and says nothing."""
+        return Path(self.script).parts[-4:] == ("echelon", "zoo", "train", "run.py")
+
+    def value(self, name: str) -> Any:
+        """Of a setting; None where there is none of that name."""
+        return next((each.value for each in self.settings if each.name == name), None)
+
+    @classmethod
+    def of(cls, plain: JSON | None) -> Facts | None:
+        if plain is None:
+            return None
+        started = number(plain, "started") or 0.0
+        began = number(plain, "began")
+        parameters, schedule = an_object(plain, "parameters"), plain.get("schedule")
+        return cls(
+            echelon=text(plain, "echelon"),
+            torch=text(plain, "torch"),
+            python=text(plain, "python"),
+            command=texts(plain, "command"),
+            script=text(plain, "script"),
+            started=started,
+            began=started if began is None else began,
+            attempt=integer(plain, "attempt") or 0,
+            world=_world(an_object(plain, "world")),
+            mesh=_counts(an_object(plain, "mesh")),
+            ranks=tuple(_rank(one) for one in objects(plain, "ranks")),
+            plan=an_object(plain, "plan"),
+            parameter_count=integer(parameters, "count") or 0,
+            parameter_bytes=integer(parameters, "bytes") or 0,
+            stages=tuple(_stage(one) for one in objects(plain, "stages")),
+            schedule=_schedule(schedule) if isinstance(schedule, dict) else None,
+            settings=tuple(_setting(one) for one in objects(plain, "settings")),
+            said=texts(plain, "said"),
+            predicted=_predicted(plain.get("predicted")),
+            flops_per_step=number(plain, "flops_per_step"),
+            environment={k: v for k, v in an_object(plain, "environment").items() if isinstance(v, str)},
+        )
+
+
+def _counts(plain: JSON) -> dict[str, int]:
+    return {name: int(value) for name, value in numbers(plain).items()}
+
+
+def _world(plain: JSON) -> World:
+    return World(
+        size=integer(plain, "size") or 1,
+        hosts=integer(plain, "hosts") or 1,
+        device=text(plain, "device"),
+        backend=text(plain, "backend"),
+        launcher=text(plain, "launcher"),
+        servers=integer(plain, "servers") or 0,
+    )
+
+
+def _rank(plain: JSON) -> Rank:
+    return Rank(
+        rank=integer(plain, "rank") or 0,
+        host=text(plain, "host"),
+        device=text(plain, "device"),
+        memory=integer(plain, "memory"),
+        at=_counts(an_object(plain, "at")),
+        pid=integer(plain, "pid"),
+    )
+
+
+def _stage(plain: JSON) -> Stage:
+    return Stage(
+        stage=integer(plain, "stage") or 0,
+        ranks=integers(plain, "ranks"),
+        units=texts(plain, "units"),
+        parameters=integer(plain, "parameters") or 0,
+    )
+
+
+def _schedule(plain: JSON) -> Schedule:
+    return Schedule(text(plain, "name"), integer(plain, "micro_batches") or 1)
+
+
+def _setting(plain: JSON) -> Setting:
+    return Setting(text(plain, "name"), plain.get("value"), text(plain, "origin"))
+
+
+def _predicted(plain: Any) -> Predicted | None:
+    seconds = number(plain, "seconds") if isinstance(plain, dict) else None
+    if seconds is None:
+        return None
+    events = plain.get("events")
+    spans = [_span(one) for one in events] if isinstance(events, list) else []
+    return Predicted(
+        seconds=seconds,
+        parts=numbers(an_object(plain, "parts")),
+        memory=tuple(numbers(one) for one in objects(plain, "memory")),
+        events=tuple(span for span in spans if span is not None),
+    )
+
+
+def _span(plain: Any) -> Span | None:
+    try:
+        rank, kind, micro_batch, stage, begin, end = plain
+        return Span(int(rank), str(kind), int(micro_batch), int(stage), float(begin), float(end))
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+#: The moment of what was measured where no allocator notes a peak.
+BETWEEN = "between two steps"
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """What a module holds itself, without those inside it that have a line of their own."""
+
+    name: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """what: the means; bytes: how much lower the peak would be"""
+
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """memory.json: the peak, the moment at which it lies, and what it is made of then.
+
+    how:          how it is trained, in words
+    ranks, place: whose it is, and where these stand in the mesh: "stage 0, split 1 of 2"
+    notes:        what it does not tell
+    each:         where ranks hold different things: all of them; this one is that of the fullest
+    """
+
+    peak: int
+    moment: str
+    kinds: dict[str, int]
+    modules: tuple[ModuleBytes, ...]
+    savings: tuple[Saving, ...]
+    measured: bool
+    how: str = ""
+    ranks: tuple[int, ...] = ()
+    place: str = ""
+    notes: tuple[str, ...] = ()
+    each: tuple[Footprint, ...] = ()
+
+    @classmethod
+    def of(cls, plain: JSON | None) -> Footprint | None:
+        if plain is None:
+            return None
+        peak = an_object(plain, "peak")
+        return cls(
+            peak=integer(peak, "bytes") or 0,
+            moment=text(peak, "moment"),
+            kinds=_counts(an_object(plain, "kinds")),
+            modules=tuple(_module(one) for one in objects(plain, "modules")),
+            savings=tuple(Saving(text(one, "what"), integer(one, "bytes") or 0) for one in objects(plain, "savings")),
+            measured=plain.get("measured") is True,
+            how=text(plain, "how"),
+            ranks=integers(plain, "ranks"),
+            place=text(plain, "place"),
+            notes=texts(plain, "notes"),
+            each=tuple(one for one in map(cls.of, objects(plain, "each")) if one is not None),
+        )
+
+    def to_json(self) -> JSON:
+        """As memory.json has it."""
+        return {
+            "peak": {"bytes": self.peak, "moment": self.moment},
+            "kinds": self.kinds,
+            "modules": [asdict(module) for module in self.modules],
+            "savings": [asdict(saving) for saving in self.savings],
+            "measured": self.measured,
+            "how": self.how,
+            "ranks": list(self.ranks),
+            "place": self.place,
+            "notes": list(self.notes),
+            "each": [one.to_json() for one in self.each],
+        }
+
+
+def _module(plain: JSON) -> ModuleBytes:
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    return ModuleBytes(text(plain, "name"), *(integer(plain, kind) or 0 for kind in kinds))

@@ -1,0 +1,1 @@
+"""Stall detection: where each rank is, which rank is late, and which ranks are slow."""

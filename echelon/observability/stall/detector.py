@@ -1,0 +1,159 @@
+"""Court: reads what the ranks report, judges, asks late ranks for their stacks, and rules once for each stall.
+
+It sits in the launcher of the first host; under other launchers in rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from echelon.observability.runlog.events import note_beside
+from echelon.observability.stall.diagnose import Finding, find_stall
+from echelon.observability.stall.rank_status import Seen, Status
+from echelon.observability.stall.stall_table import table
+from echelon.observability.stall.stragglers import Stragglers
+
+#: Seconds between two reports of a rank, and between two sittings.
+PERIOD = 1.0
+#: A rank that has not reported for so many seconds is lost.
+SILENT = 5.0
+#: Seconds for which a finding must hold before it is told, and beyond that, for which a stack is waited for.
+CONFIRMED, FOR_STACKS = 2.0, 2.0
+#: A rank works when it uses so much of a core, or reads and writes so many bytes a second.
+CPU, BYTES = 0.05, 16384.0
+_LONGEST_STACK = 20_000
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """finding: what was found; table: what all consoles show; culprit: the first of the late ranks"""
+
+    finding: Finding
+    table: str
+    culprit: Seen | None
+
+
+class _Heard:
+    """When a rank's report last changed, and whether it works."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+        self.at = 0.0
+        self._mark: tuple[float, float, int] | None = None  # time, cpu, io
+        self.works = False
+
+    def hear(self, status: Status, now: float) -> None:
+        if self.status is None or status.beat != self.status.beat:
+            self.status, self.at = status, now
+            self._measure(status, now)
+
+    def _measure(self, status: Status, now: float) -> None:
+        if self._mark is None:
+            self._mark = now, status.cpu, status.io
+            return
+        then, cpu, io = self._mark
+        if now - then >= CONFIRMED:
+            seconds = now - then
+            self.works = (status.cpu - cpu) / seconds > CPU or (status.io - io) / seconds > BYTES
+            self._mark = now, status.cpu, status.io
+
+
+def period(limit: float) -> float:
+    """Whoever is told after a few seconds must be looked at more often."""
+    return min(PERIOD, limit / 4)
+
+
+class Court:
+    """store: where the ranks report, under ``status/N``; limit: seconds that a rank may be late"""
+
+    def __init__(self, store: Store, ranks: int, limit: float, *, ends: bool) -> None:
+        self._store, self._ranks, self._limit, self._ends = store, ranks, limit, ends
+        self._silence, self._confirmed = min(SILENT, limit), min(CONFIRMED, limit / 2)
+        self._heard = {rank: _Heard() for rank in range(ranks)}
+        self._stragglers = Stragglers()
+        self._sat = 0.0
+        self._finding: Finding | None = None  # found, and not yet told
+        self._found_at = 0.0
+        self._told: tuple[int, ...] | None = None
+        for rank in range(ranks):  # so that all can be read at once, without waiting for those to come
+            store.compare_set(f"status/{rank}", "", " ")
+
+    def sit(self, now: float, processes: Mapping[int, str]) -> tuple[Ruling | None, list[str]]:
+        """What is to be told now: of a stall, once; and lines on stragglers. ``processes``: states by rank."""
+        self._read(now)
+        seen = {rank: self._look(rank, now, processes) for rank in range(self._ranks)}
+        known = {rank: one.status for rank, one in seen.items() if one.status is not None}
+        lines = self._stragglers.look(known, now) if len(known) == self._ranks else []
+        return self._rule(seen, now), lines
+
+    def _read(self, now: float) -> None:
+        if now - self._sat > self._silence:  # we slept ourselves: nobody else is to blame for that
+            for heard in self._heard.values():
+                heard.at = now
+            self._finding = None
+        self._sat = now
+        for rank, text in enumerate(self._store.multi_get([f"status/{rank}" for rank in range(self._ranks)])):
+            try:
+                status = Status.from_json(bytes(text))
+            except ValueError:
+                continue
+            if status.rank == rank:
+                self._heard[rank].hear(status, now)
+
+    def _look(self, rank: int, now: float, processes: Mapping[int, str]) -> Seen:
+        heard = self._heard[rank]
+        silent = now - heard.at if heard.status is not None else 0.0
+        return Seen(rank, heard.status, silent, silent > self._silence, processes.get(rank, ""), heard.works)
+
+    def _rule(self, seen: Mapping[int, Seen], now: float) -> Ruling | None:
+        finding = find_stall(seen, self._limit)
+        if finding is None:
+            self._finding = self._told = None
+            return None
+        if finding.late == self._told:
+            return None
+        if self._finding is None or self._finding.late != finding.late:
+            self._finding, self._found_at = finding, now
+            self._ask_for_stacks(finding)
+            return None
+        stacks = self._stacks(finding)
+        dumb = [rank for rank in finding.late if seen[rank].lost or seen[rank].process in ("T", "t")]
+        patience = 0.0 if len(stacks) + len(dumb) >= len(finding.late) else FOR_STACKS
+        if now - self._found_at < self._confirmed + patience:
+            return None
+        self._told = finding.late
+        culprit = seen[finding.late[0]] if finding.late else None
+        return Ruling(finding, table(seen, finding, stacks, self._ending(finding)), culprit)
+
+    def _ending(self, finding: Finding) -> str:
+        if finding.works:
+            return "It is at work, so nothing is ended for it; the ranks' own time limit holds (init's timeout)."
+        if self._ends and finding.late:
+            return "All ranks are ended now; they are started again where a restart is left."
+        return "Nothing is ended for it; the ranks' own time limit holds (init's timeout)."
+
+    def _ask_for_stacks(self, finding: Finding) -> None:
+        for rank in finding.late:
+            self._store.delete_key(f"stack/{rank}")
+            self._store.set(f"ask/{rank}", "1")
+
+    def _stacks(self, finding: Finding) -> dict[int, str]:
+        there = [rank for rank in finding.late if self._store.check([f"stack/{rank}"])]
+        return {rank: _cleaned(self._store.get(f"stack/{rank}")) for rank in there}
+
+
+def note_rulings(ruling: Ruling | None, lines: Sequence[str]) -> None:
+    """Write down what was found: by whoever holds court, once."""
+    if ruling is not None:
+        late = ruling.finding.late
+        note_beside("stall", ruling.table, late[0] if len(late) == 1 else None)
+    for line in lines:
+        note_beside("warning", line)
+
+
+def _cleaned(stack: bytes) -> str:
+    text = bytes(stack[:_LONGEST_STACK]).decode(errors="replace")
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)

@@ -1,0 +1,177 @@
+"""Taps: while steps are recorded, every collective and message notes its bytes and when it was done.
+
+The methods of torch's ``ProcessGroup`` are wrapped for that time, which is where all ways to communicate meet. At all
+other times they are torch's own, and nothing is paid.
+
+A message takes its name from the wait in which its end is awaited: an all-reduce is the "sum of gradients" there. On
+Gloo its end is when the backend says so; where it does not (messages between two ranks, tensors of a GPU), when the
+wait for it is over. On NCCL the host knows nothing of the end: there the message only lends name and bytes to the
+kernel it launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.distributed.activity import activity, circle
+from echelon.observability.trace.span import NETWORK, Span
+from echelon.observability.trace.span_recorder import Recorder, now
+
+#: Methods, and what a message of theirs is called while nobody waits for it. Older torches lack some.
+_CALLS = {
+    "allreduce": "all-reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all-gather",
+    "_allgather_base": "all-gather",
+    "all_gather_single": "all-gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce-scatter",
+    "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "alltoall_base": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+class Message:
+    """A collective or a message between two ranks, from its beginning until it is done."""
+
+    def __init__(self, call: str, group: dist.ProcessGroup, args: tuple[Any, ...], step: int) -> None:
+        self.name, self.step = _CALLS[call], step
+        self.bytes = max((_bytes(arg) for arg in args), default=0)
+        self.ranks, self.on_host = circle(group), dist.get_backend(group) != "nccl"
+        self.begin, self.launched = now(), 0.0
+        self.end: float | None = None
+        self.told = False  # whether the backend itself said when it was done
+        self.waited: float | None = None
+        self.of, self.at = _ends(call, group, args)
+        self.number = 0  # among those alike
+
+    @property
+    def key(self) -> str:
+        return f"{self.of}/{self.number}"
+
+    def done(self, *, told: bool = False) -> None:
+        if self.end is None:
+            self.end, self.told = now(), told
+
+    def span(self) -> Span | None:
+        if self.end is None:
+            return None
+        more: dict[str, Any] = {"key": self.key, **({"at": self.at} if self.at else {})}
+        if self.told:
+            more["told"] = True
+        if self.waited is not None:
+            more["waited"] = min(max(self.waited, self.begin), self.end)
+        return Span(self.name, "communicate", NETWORK, self.begin, self.end, self.step, self.bytes, self.ranks, more)
+
+
+def _ends(call: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> tuple[str, str | None]:
+    """What tells a message from others, the same on all ranks that take part; and which end of it is here."""
+    if call not in ("send", "recv"):
+        return f"{group.group_name}/{call}", None
+    me, peer, tag = group.rank(), args[1], args[2] if len(args) > 2 else 0
+    source, target = (me, peer) if call == "send" else (peer, me)
+    return f"{group.group_name}/{source}>{target}/{tag}", "sender" if call == "send" else "receiver"
+
+
+class Taps:
+    """``open()`` to ``close()``: messages of all threads. What is still under way at the end is left out."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.messages: list[Message] = []
+        self._numbers: Counter[tuple[str, str | None]] = Counter()
+        self._lock = threading.Lock()
+        self._originals: dict[str, Any] = {}
+
+    def open(self) -> None:
+        group = dist.ProcessGroup
+        for call in _CALLS:
+            if call in vars(group):
+                self._originals[call] = vars(group)[call]  # getattr would unwrap what makes a method of it
+                setattr(group, call, self._tapped(call, getattr(group, call)))
+
+    def close(self) -> None:
+        for call, original in self._originals.items():
+            setattr(dist.ProcessGroup, call, original)
+        self._originals = {}
+
+    def _tapped(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def tapped(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+            try:
+                message = Message(call, group, args, self._recorder.step)
+            except (ValueError, KeyError, RuntimeError):  # a group that torch.distributed does not list
+                return original(group, *args, **named)
+            with self._lock:
+                self._numbers[message.of, message.at] += 1
+                message.number = self._numbers[message.of, message.at]
+                self.messages.append(message)
+            work = original(group, *args, **named)
+            message.launched = now()
+            if work is None:
+                message.done()
+                return work
+            here = threading.get_ident() == self._recorder.thread
+            _ask_for_its_end(work, message, args)
+            return Watched(work, message, here)
+
+        return tapped
+
+
+def _ask_for_its_end(work: Any, message: Message, args: tuple[Any, ...]) -> None:
+    """Have the backend say when it is done, where it can. It cannot for messages between two ranks; and where tensors
+    are on a GPU it would take part in the order of its streams."""
+    if message.at is None and message.on_host and not any(map(_on_gpu, args)):
+        with contextlib.suppress(RuntimeError):
+            work.get_future().add_done_callback(lambda _: message.done(told=True))
+
+
+class Watched:
+    """Work under way, that notes when it is waited for and by whom."""
+
+    def __init__(self, work: Any, message: Message, here: bool) -> None:
+        self._work, self._message, self._here = work, message, here
+
+    def wait(self, *args: Any) -> Any:
+        message = self._message
+        if message.waited is None:
+            message.waited = now()
+            if self._here and activity.wait is not None:
+                message.name = activity.wait.call
+        result = self._work.wait(*args)
+        if message.on_host:
+            message.done()  # where the backend has not said so before
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _on_gpu(arg: Any) -> bool:
+    if isinstance(arg, Tensor):
+        return arg.is_cuda
+    return isinstance(arg, list | tuple) and any(map(_on_gpu, arg))
+
+
+def _bytes(arg: Any) -> int:
+    if isinstance(arg, Tensor):
+        return arg.numel() * arg.element_size()
+    return sum(_bytes(part) for part in arg) if isinstance(arg, list | tuple) else 0
+
+
+def spans_of(messages: Iterable[Message]) -> list[Span]:
+    """Of what travelled between hosts' memories, as far as it has arrived."""
+    return [span for message in messages if message.on_host and (span := message.span()) is not None]

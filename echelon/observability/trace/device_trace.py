@@ -1,0 +1,118 @@
+"""What a GPU does while steps are recorded: its kernels and copies, as CUPTI has them, on the clock of all spans.
+
+A kernel belongs to the step and the phase in which the host launched it, however much later it runs: the launch and
+the kernel carry the same correlation number. Kernels of NCCL are communication.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from echelon.observability.trace.comm_hooks import Message
+from echelon.observability.trace.span import DEVICE, Span
+from echelon.observability.trace.span_recorder import now
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LONGEST = 120  # of the letters of a kernel's name
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+class DeviceTrace:
+    """``start`` to ``stop``; both wait until the GPU has nothing to do."""
+
+    def __init__(self) -> None:
+        self._profile: profile | None = None
+        self._behind = 0.0  # the clock of all spans, less the time of day
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)  # without, torch warns: of cycles
+        self._profile.start()
+        torch.zeros(1, device="cuda").add_(1)  # what the first launch has to set up is none of the first step's time
+        torch.cuda.synchronize()
+        self._behind = _behind()
+
+    def stop(self) -> list[dict[str, Any]]:
+        """All events, their times on the clock of all spans."""
+        assert self._profile is not None
+        torch.cuda.synchronize()
+        behind = (self._behind + _behind()) / 2
+        self._profile.stop()
+        handle, path = tempfile.mkstemp(prefix="echelon-", suffix=".json")
+        os.close(handle)
+        try:
+            self._profile.export_chrome_trace(path)
+            with open(path, encoding="utf-8") as file:
+                return events_of(json.load(file), behind)
+        finally:
+            os.unlink(path)
+
+
+def _behind() -> float:
+    """Read between two looks at the other clock; the quickest of some."""
+    tries = []
+    for _ in range(9):
+        before, day, after = now(), time.time(), now()
+        tries.append((after - before, (before + after) / 2 - day))
+    return min(tries)[1]
+
+
+def events_of(trace: dict[str, Any], behind: float) -> list[dict[str, Any]]:
+    """What the profiler's file tells of launches and of the device; ``begin`` and ``end`` are added."""
+    base = trace.get("baseTimeNanoseconds", 0) / 1e9
+    found = []
+    for event in trace.get("traceEvents", []):
+        if event.get("ph") == "X" and event.get("cat") in (*_ON_DEVICE, *_LAUNCHES):
+            begin = base + event["ts"] / 1e6 + behind
+            found.append({**event, "begin": begin, "end": begin + event.get("dur", 0) / 1e6})
+    return found
+
+
+def device_spans(
+    events: Iterable[dict[str, Any]], host: Sequence[Span], messages: Sequence[Message] = ()
+) -> list[Span]:
+    """Kernels and copies, each with the step and phase that launched it; what no phase launched is left out."""
+    known = list(events)
+    launches = {event["args"].get("correlation"): event for event in known if event["cat"] in _LAUNCHES}
+    phases = sorted((span for span in host if "phase" in span.more), key=lambda span: span.begin)
+    begins = [span.begin for span in phases]
+    sent = sorted((m for m in messages if not m.on_host), key=lambda message: message.begin)
+    found = []
+    for event in known:
+        if event["cat"] not in _ON_DEVICE:
+            continue
+        launch = launches.get(event["args"].get("correlation"), event)
+        at = bisect_right(begins, launch["begin"]) - 1
+        if at >= 0 and launch["begin"] <= phases[at].end:
+            found.append(_span(event, phases[at], _message(event, launch, sent)))
+    return found
+
+
+def _span(event: dict[str, Any], phase: Span, message: Message | None) -> Span:
+    name = event["name"][:LONGEST]
+    more: dict[str, Any] = {"in": phase.name, "stream": event["args"].get("stream", 0)}
+    if event["cat"] != "kernel":
+        more["copy"] = True
+    if message is None:
+        kind = "communicate" if "nccl" in event["name"].lower() else "kernel"
+        return Span(name, kind, DEVICE, event["begin"], event["end"], phase.step, more=more)
+    more |= {"key": message.key, "kernel": name, **({"at": message.at} if message.at else {})}
+    times = event["begin"], event["end"]
+    return Span(message.name, "communicate", DEVICE, *times, phase.step, message.bytes, message.ranks, more)
+
+
+def _message(event: dict[str, Any], launch: dict[str, Any], sent: Sequence[Message]) -> Message | None:
+    """The collective during whose call the kernel was launched."""
+    if "nccl" not in event["name"].lower():
+        return None
+    at = bisect_right([message.begin for message in sent], launch["begin"]) - 1
+    return sent[at] if at >= 0 and launch["begin"] <= sent[at].launched else None

@@ -1,0 +1,112 @@
+"""Live: a rank's spans on disk while it records, so that they are there whatever ends the process.
+
+Written at the end of each step, in one call that leaves the bytes with the kernel. While a step takes long, a thread
+writes now and then what is new and what the rank is in the middle of: a stall, or the moments before a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from echelon.distributed.activity import activity
+from echelon.observability.trace import trace_files
+from echelon.observability.trace.comm_hooks import Message, Taps
+from echelon.observability.trace.partial_file import now_line, spans_line
+from echelon.observability.trace.span import HOST, KINDS, NETWORK, Span
+from echelon.observability.trace.span_recorder import Recorder, now, wait_span
+
+#: Seconds after which a step that goes on is written down as far as it has come.
+TICK = 0.2
+
+
+class Live:
+    """``step()`` after each step; ``end()`` when it was cut short, ``remove()`` when it is whole.
+
+    failed: why nothing more is written: a full disk, say. The recording itself goes on in memory.
+    """
+
+    def __init__(self, folder: Path, rank: int, about: dict[str, Any], recorder: Recorder, taps: Taps) -> None:
+        self._recorder, self._taps = recorder, taps
+        self._noted, self._sent = 0, 0  # how many spans and messages have been looked at
+        self._under_way: list[Message] = []
+        self._lock, self._over, self._quiet = threading.Lock(), threading.Event(), True
+        self.failed: str | None = None
+        self._path = folder / trace_files.part_name(rank)
+        self._file: int | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        except OSError as error:
+            self.failed = f"'{self._path}' cannot be written: {error.strerror}"
+        self._write(trace_files.first_line(about))
+        threading.Thread(target=self._watch, name="echelon-timeline", daemon=True).start()
+
+    def step(self) -> None:
+        """A step is over."""
+        with self._lock:
+            self._quiet = False
+            self._write(spans_line(self._new()))
+
+    def end(self, said: str, lost: bool, more: list[Span]) -> None:
+        """The run is over before the recording is. more: spans that only the end has brought"""
+        with self._lock:
+            self._write(spans_line([*self._new(), *more]) + self._now(said, lost))
+        self.close()
+
+    def remove(self) -> None:
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write no more; what was written stays."""
+        self._over.set()
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK):
+            with self._lock:
+                if self._quiet:
+                    self._write(spans_line(self._new()) + self._now())
+                self._quiet = True
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            return
+        try:
+            os.write(self._file, text.encode())
+        except OSError as error:
+            self.failed = f"'{self._path}' cannot be written: {error.strerror}"
+            os.close(self._file)
+            self._file = None
+
+    def _new(self) -> list[Span]:
+        """What has come since the last look. Other threads may add to it meanwhile."""
+        spans = self._recorder.spans[self._noted :]
+        messages = self._taps.messages[self._sent :]
+        self._noted, self._sent = self._noted + len(spans), self._sent + len(messages)
+        known = [message for message in (*self._under_way, *messages) if message.on_host]
+        self._under_way = []
+        for message in known:
+            if (span := message.span()) is not None:
+                spans.append(span)
+            else:
+                self._under_way.append(message)
+        return spans
+
+    def _now(self, said: str | None = None, lost: bool = False) -> str:
+        at, recorder, wait = now(), self._recorder, activity.wait
+        phase, since = recorder.phase
+        under_way = [Span(phase, phase if phase in KINDS else "other", HOST, since, max(at, since), recorder.step)]
+        if wait is not None:
+            under_way.append(wait_span(wait, max(at, wait.since), recorder.step))
+        under_way += [
+            Span(m.name, "communicate", NETWORK, m.begin, max(at, m.begin), m.step, m.bytes, m.ranks)
+            for m in self._under_way
+        ]
+        return now_line(at, under_way, said, lost)

@@ -1,0 +1,54 @@
+"""From the ranks' files to one trace and one summary."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.observability.trace import trace_files
+from echelon.observability.trace.partial_file import last_whole_step
+from echelon.observability.trace.perfetto import trace_of
+from echelon.observability.trace.summary import Summary, flops_told, summarize
+from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.truncated import cut_short, left_aside
+
+
+def merge(folder: Path, *, keep: bool = True) -> Summary:
+    """Read the ranks' files; ``keep``: write the trace and the summary beside them, unless ranks are still at it."""
+    ranks = on_one_clock(trace_files.read(folder))
+    cut = cut_short(ranks, folder)
+    figures = {**summarize([whole_steps(ranked) for ranked in ranks], flops_told(folder.parent)), "cut": cut}
+    if keep and not (cut and cut["running"]):
+        trace = json.dumps(trace_of(ranks)).encode()
+        trace_files.write(folder, trace_files.TRACE, gzip.compress(trace, compresslevel=3, mtime=0))
+        trace_files.write(folder, trace_files.SUMMARY, json.dumps(figures, indent=1).encode())
+    there = folder / trace_files.TRACE
+    return Summary(figures, there if there.exists() else None, left_aside(folder))
+
+
+def whole_steps(ranked: RankFile) -> RankFile:
+    """Without the step that was cut: as one of many it would pass for a quick one."""
+    if ranked.ending is None:
+        return ranked
+    last = last_whole_step(ranked.spans)
+    return replace(ranked, spans=[span for span in ranked.spans if last is not None and span.step <= last])
+
+
+def on_one_clock(ranks: Sequence[RankFile]) -> list[RankFile]:
+    """Ranks that could not compare their clocks, on different hosts, have the time of day in common."""
+    if not ranks:
+        return []
+    first = ranks[0]
+    return [first, *(_shifted(ranked, first) for ranked in ranks[1:])]
+
+
+def _shifted(ranked: RankFile, first: RankFile) -> RankFile:
+    walls = ranked.about.get("wall"), first.about.get("wall")
+    same_host = ranked.about.get("host") == first.about.get("host")
+    if ranked.about.get("clock_error") is not None or same_host or not all(isinstance(w, float) for w in walls):
+        return ranked
+    shift = float(walls[0]) - float(walls[1])  # type: ignore[arg-type]
+    return replace(ranked, spans=[span.moved(lambda at: at + shift) for span in ranked.spans])

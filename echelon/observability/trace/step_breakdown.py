@@ -1,0 +1,125 @@
+"""Where a rank's step went: every moment of it is counted once, so that the parts add up to the step.
+
+On a CPU the host's phases and waits tell it. On a GPU the device's kernels come first, whoever waits meanwhile; only
+while the device is idle does it count what the host was doing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from echelon.observability.trace.intervals import Interval, length, union, within, without
+from echelon.observability.trace.span import DEVICE, HOST, Span
+from echelon.observability.trace.trace_files import RankFile
+
+PARTS = ("compute", "exposed", "bubble", "data", "server", "update", "other")
+#: What a phase of the host counts as, where no wait says otherwise.
+_PHASES = {
+    "forward": "compute",
+    "backward": "compute",
+    "communicate": "exposed",
+    "update": "update",
+    "data": "data",
+}
+
+
+@dataclass
+class Step:
+    """A step on one rank, with its parts as stretches of time."""
+
+    rank: int
+    number: int
+    begin: float
+    end: float
+    parts: dict[str, list[Interval]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def part(self, name: str) -> float:
+        return length(self.parts.get(name, []))
+
+    @property
+    def own(self) -> float:
+        """What the rank did itself: all but waiting for others."""
+        return self.seconds - self.part("exposed") - self.part("bubble") - self.part("server")
+
+
+Windows = dict[tuple[int, int], Interval]  #: by rank and step: when its pipeline was at work
+
+
+def steps_of(ranked: RankFile, windows: Windows) -> list[Step]:
+    """The rank's steps. While its pipeline is at work, waiting for whatever counts as bubble."""
+    host = [span for span in ranked.spans if span.lane == HOST]
+    device = [span for span in ranked.spans if span.lane == DEVICE]
+    layers = _layers(host, device, alone=ranked.about.get("ranks") == 1)
+    found = []
+    for number, (begin, end) in _bounds(host, device).items():
+        step = Step(ranked.rank, number, begin, end)
+        left = [(begin, end)]
+        for part, intervals in layers:
+            taken = within(left, intervals)
+            if part == "exposed" and (ranked.rank, number) in windows:
+                inside = within(taken, [windows[ranked.rank, number]])
+                _add(step, "bubble", inside)
+                _add(step, part, without(taken, inside))
+            else:
+                _add(step, part, taken)
+            left = without(left, taken)
+        _add(step, "other", left)
+        found.append(step)
+    return found
+
+
+def _add(step: Step, part: str, intervals: Sequence[Interval]) -> None:
+    if intervals:
+        step.parts[part] = union([*step.parts.get(part, []), *intervals])
+
+
+def _bounds(host: Sequence[Span], device: Sequence[Span]) -> dict[int, Interval]:
+    """From when to when each step was at work: the host's phases, or on a GPU from the end of the step before to the
+    end of the last kernel that the step launched."""
+    phases: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in host:
+        if "phase" in span.more:
+            phases[span.step].append(span)
+    bounds = {step: (min(s.begin for s in own), max(s.end for s in own)) for step, own in sorted(phases.items())}
+    ends: defaultdict[int, float] = defaultdict(float)
+    for span in device:
+        ends[span.step] = max(ends[span.step], span.end)
+    since = min((begin for begin, _ in bounds.values()), default=0.0)
+    for step, (_, end) in bounds.items() if device else ():
+        bounds[step] = since, max(ends.get(step, end), since)
+        since = bounds[step][1]
+    return bounds
+
+
+def _layers(host: Sequence[Span], device: Sequence[Span], *, alone: bool) -> list[tuple[str, list[Interval]]]:
+    """Parts and when they were, the ones that count first in front."""
+    kernels = [span for span in device if span.kind == "kernel" and "copy" not in span.more]
+    copies = [span for span in device if "copy" in span.more]
+    layers = [
+        ("update", [span for span in kernels if span.more.get("in") == "update"]),
+        ("compute", kernels),
+        ("exposed", [span for span in device if span.kind == "communicate"]),
+        ("bubble", [span for span in host if span.kind == "bubble"]),
+        ("exposed", [span for span in host if span.kind == "wait"]),
+        ("server", [span for span in host if span.kind in ("pull", "push")]),
+        ("data", [span for span in host if span.kind == "data" and "phase" not in span.more]),
+        ("compute", copies),
+        ("other", [span for span in host if span.kind == "other"]),
+    ]
+    if not device:  # an idle device, where there is one, is no work of the host's: it is too slow for it
+        layers += _of_phases(host, alone=alone)
+    return [(part, union((span.begin, span.end) for span in spans)) for part, spans in layers]
+
+
+def _of_phases(host: Sequence[Span], *, alone: bool) -> list[tuple[str, list[Span]]]:
+    """What the host did besides waiting. With loaders' waits known, the rest between two steps is the user's code."""
+    loaded = any(span.name == "wait for a batch" for span in host)
+    meaning = _PHASES | ({"data": "other"} if loaded else {}) | ({"communicate": "other"} if alone else {})
+    phases = [span for span in host if "phase" in span.more]
+    return [(meaning[name], [span for span in phases if span.name == name]) for name in _PHASES]

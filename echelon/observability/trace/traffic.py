@@ -1,0 +1,121 @@
+"""What travelled: bytes, time and bandwidth of each kind of communication, and who kept whom waiting.
+
+The ends of a message carry the same key on all its ranks. It cannot begin to travel before the last of them has come:
+from then on is transfer, and what others waited until then they waited for that rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from echelon.observability.trace.intervals import Interval
+from echelon.observability.trace.span import NETWORK, Span
+from echelon.observability.trace.trace_files import RankFile
+
+End = tuple[int, Span]  #: a rank, and its end of a message
+#: Seconds. Where the backend does not tell when a message was done, the wait for it does. A wait shorter than this
+#: found it done: it had arrived at some time before.
+AT_ONCE = 5e-5
+
+
+@dataclass(frozen=True)
+class Message:
+    """All ends of one message or collective."""
+
+    ends: tuple[End, ...]
+
+    @property
+    def since(self) -> float:
+        """When it could begin: all are there. A receiver may have come long before."""
+        return max(span.begin for _, span in self.ends)
+
+    @property
+    def last(self) -> int:
+        """The rank that came last."""
+        return max(self.ends, key=lambda end: end[1].begin)[0]
+
+    def transfer(self, span: Span) -> Interval | None:
+        """When it travelled, as one of its ranks saw it; ``None`` where nobody saw it end."""
+        unseen = span.lane == NETWORK and "told" not in span.more
+        if unseen and (span.more.get("at") == "sender" or span.end - span.more.get("waited", span.begin) < AT_ONCE):
+            return None
+        return min(max(span.begin, self.since), span.end), span.end
+
+    def rate(self, span: Span) -> float | None:
+        """Bytes a second."""
+        seen = self.transfer(span)
+        return span.bytes / (seen[1] - seen[0]) if seen and span.bytes and seen[1] > seen[0] else None
+
+
+def messages_of(ranks: Sequence[RankFile]) -> list[Message]:
+    found: defaultdict[tuple[str, str], list[End]] = defaultdict(list)
+    for ranked in ranks:
+        for span in ranked.spans:
+            if span.kind == "communicate" and "key" in span.more:
+                found[span.ranks or "", str(span.more["key"])].append((ranked.rank, span))
+    return [Message(tuple(ends)) for ends in found.values()]
+
+
+def transfers(messages: Sequence[Message]) -> dict[int, list[Interval]]:
+    """By rank, when something of its own travelled."""
+    found: defaultdict[int, list[Interval]] = defaultdict(list)
+    for message in messages:
+        for rank, span in message.ends:
+            found[rank] += [seen] if (seen := message.transfer(span)) is not None else []
+    return found
+
+
+def lateness(messages: Sequence[Message]) -> dict[tuple[int, int], float]:
+    """By (who waited, for whom): seconds until the last rank of a message had come."""
+    found: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for message in messages:
+        for rank, span in message.ends:
+            waited = span.more.get("waited")
+            if rank != message.last and isinstance(waited, float):
+                found[rank, message.last] += max(0.0, min(message.since, span.end) - waited)
+    return dict(found)
+
+
+def table(messages: Sequence[Message], ranks: Sequence[RankFile], steps: int) -> list[dict[str, Any]]:
+    """For each kind of communication: bytes and milliseconds of a step on a rank that takes part, and bandwidth. What
+    arrived unseen adds to the bytes alone."""
+    moved: defaultdict[str, list[_Moved]] = defaultdict(list)
+    for message in messages:
+        for rank, span in message.ends:
+            if span.more.get("at") != "sender":  # it is counted where it arrives
+                seen = message.transfer(span)
+                moved[span.name].append(_Moved(rank, span.bytes or 0, seen[1] - seen[0] if seen else None))
+    for ranked in ranks:
+        for span in ranked.spans:
+            if span.lane == "network" and span.kind in ("pull", "push"):
+                moved[f"{span.kind} (servers)"].append(_Moved(ranked.rank, span.bytes or 0, span.seconds))
+    return sorted((_row(name, ends, steps) for name, ends in moved.items()), key=lambda row: -float(row["ms"]))
+
+
+class _Moved(NamedTuple):
+    rank: int
+    bytes: int
+    seconds: float | None
+
+
+def _row(name: str, moved: Sequence[_Moved], steps: int) -> dict[str, Any]:
+    shared = max(1, steps) * len({one.rank for one in moved})
+    seconds = sum(one.seconds for one in moved if one.seconds is not None)
+    seen = sum(one.bytes for one in moved if one.seconds is not None)
+    return {
+        "name": name,
+        "bytes": round(sum(one.bytes for one in moved) / shared),
+        "ms": 1e3 * seconds / shared,
+        "gb_per_s": seen / seconds / 1e9 if seconds > 0 else None,
+    }
+
+
+def blamed(late: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    """By rank, the seconds that others waited for it."""
+    found: defaultdict[int, float] = defaultdict(float)
+    for (_, last), seconds in late.items():
+        found[last] += seconds
+    return dict(found)

@@ -1,0 +1,120 @@
+"""A recording that was cut short: how far each rank came, what it was doing, and who stopped first.
+
+Pure, but for what the run's launcher wrote down of the end.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.base.process_info import process_started
+from echelon.observability.runlog.log_files import EVENTS
+from echelon.observability.runlog.tolerant_json import JSON, integer, json_lines, number, text
+from echelon.observability.trace.partial_file import Ending, last_whole_step
+from echelon.observability.trace.trace_files import UNFINISHED, RankFile
+
+#: Seconds that a rank fell silent before the others when it is sure that it did: it writes more often (see ``live``).
+SILENCE = 2.0
+#: Seconds after a recording's beginning from which on a process that was started is another one, by the same number.
+REUSED = 5.0
+
+
+def cut_short(ranks: Sequence[RankFile], folder: Path | None = None) -> dict[str, Any] | None:
+    """None for a recording that is whole. Else
+
+    asked:    the first and the last step that were to be recorded
+    running:  the processes are there still: it is not cut short, it is under way
+    ranks:    of each: ``step``, its last whole one (null: none); ``doing`` at the end; ``said``, its own word on the
+              end ("": the run was over; null: it had no time for one); ``silent_ms``, how long before the last sign of
+              any rank its own last sign was
+    missing:  ranks of the job that have left nothing here
+    first:    the rank that stopped first, where that is sure
+    because:  what the launcher said of the end
+    """
+    parts = [(ranked, ranked.ending) for ranked in ranks if ranked.ending is not None]
+    if not parts:
+        return None
+    last = max(ending.at for _, ending in parts)
+    failure = _failure(folder, parts)
+    about = parts[0][0].about
+    return {
+        "asked": _pair(about.get("asked")),
+        "running": any(_is_running(ranked) for ranked, _ in parts),
+        "ranks": [_rank(ranked, ending, last) for ranked, ending in parts],
+        "missing": _missing(ranks),
+        "first": first if (first := integer(failure, "rank")) is not None else _first(parts),
+        "because": text(failure, "text") or None,
+    }
+
+
+def _pair(value: Any) -> list[int] | None:
+    known = isinstance(value, list) and len(value) == 2 and all(isinstance(one, int) for one in value)
+    return value if known else None
+
+
+def _rank(ranked: RankFile, ending: Ending, last: float) -> dict[str, Any]:
+    return {
+        "rank": ranked.rank,
+        "step": last_whole_step(ranked.spans),
+        "doing": [_doing(span) for span in ending.doing if span.lane == "host"],
+        "said": ending.said,
+        "silent_ms": 1e3 * (last - ending.at),
+    }
+
+
+def _doing(span: Any) -> dict[str, Any]:
+    return {"name": span.name, "ms": 1e3 * span.seconds, "ranks": span.ranks, "step": span.step}
+
+
+def _missing(ranks: Sequence[RankFile]) -> list[int]:
+    count = max((n for ranked in ranks if isinstance(n := ranked.about.get("ranks"), int)), default=0)
+    return sorted(set(range(min(count, 1_000_000))) - {ranked.rank for ranked in ranks})
+
+
+def _first(parts: Sequence[tuple[RankFile, Ending]]) -> int | None:
+    """Who failed of its own; else the one that had no time for a word, when all others had; else whoever fell silent
+    long before the others."""
+    by_time = sorted(parts, key=lambda part: part[1].at)
+    failed = [ranked.rank for ranked, end in by_time if end.said and not end.lost]
+    if failed:
+        return failed[0]
+    wordless = [part for part in by_time if part[1].said is None]
+    if len(wordless) == 1 and len(parts) > 1:
+        return wordless[0][0].rank
+    if len(wordless) > 1 and wordless[1][1].at - wordless[0][1].at > SILENCE:
+        return wordless[0][0].rank
+    return None
+
+
+def _failure(folder: Path | None, parts: Sequence[tuple[RankFile, Ending]]) -> JSON:
+    """The first after the recording began, as the launcher wrote it down."""
+    began = min((wall for ranked, _ in parts if (wall := number(ranked.about, "began")) is not None), default=None)
+    if folder is None or began is None:
+        return {}
+    events = [event for place in (folder.parent, folder.parent.parent) for event in json_lines(place / EVENTS)]
+    told = (e for e in events if text(e, "kind") in ("failed", "restart") and (number(e, "time") or 0.0) >= began)
+    return next(told, {})
+
+
+def _is_running(ranked: RankFile) -> bool:
+    pid = ranked.about.get("pid")
+    if ranked.about.get("host") != platform.node() or not isinstance(pid, int) or pid < 1:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    began, started = number(ranked.about, "began"), process_started(pid)
+    return began is None or started is None or started <= began + REUSED
+
+
+def left_aside(folder: Path) -> Path | None:
+    """Where the parts of an earlier attempt lie, when there are any."""
+    aside = folder / UNFINISHED
+    return aside if any(aside.glob("rank-*.part")) else None

@@ -1,0 +1,65 @@
+"""A recording that was cut short, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.base.formatting import duration
+
+
+def headline(cut: dict[str, Any]) -> str:
+    """In one line: what was asked for, and what became of it."""
+    asked = "" if cut["asked"] is None else f"{_steps(*cut['asked'])} asked for; "
+    if cut["running"]:
+        return f"still recording: {asked}this is what there is so far"
+    words = f"cut short: {asked}{_came(cut)}"
+    if cut["first"] is not None:
+        words += f"; rank {cut['first']} stopped first"
+    return words
+
+
+def lines(cut: dict[str, Any]) -> list[str]:
+    """How far each rank came, below the headline; nothing where the run was simply over."""
+    found = [headline(cut)]
+    if cut["because"]:
+        found.append(f"the launcher said: {cut['because']}")
+    if cut["running"] or any(row["said"] != "" for row in cut["ranks"]):
+        found += [f"  rank {row['rank']}: {_rank(row, cut['running'])}" for row in cut["ranks"]]
+    if cut["missing"]:
+        ranks = ", ".join(map(str, cut["missing"][:8])) + (", ..." if len(cut["missing"]) > 8 else "")
+        one = len(cut["missing"]) == 1
+        found.append(f"  rank{'' if one else 's'} {ranks}: nothing here; on a disk of another host, or it never began")
+    return found
+
+
+def _came(cut: dict[str, Any]) -> str:
+    """The last step that all have done."""
+    known = [row["step"] for row in cut["ranks"]]
+    if any(step is None for step in known):
+        return "no step was done by all ranks"
+    return f"all ranks came through step {min(known)}" if len(known) > 1 else f"it came through step {known[0]}"
+
+
+def _rank(row: dict[str, Any], running: bool) -> str:
+    words = "no step done" if row["step"] is None else f"step {row['step']} done"
+    if row["doing"]:
+        words += "; then " + _doing(row["doing"])
+    if row["said"]:
+        words += f"; it ended with {row['said']}"
+    elif row["said"] is None and not running:
+        silent = row["silent_ms"] / 1e3
+        early = f", {duration(silent)} before the last word of another" if silent >= 0.1 else ""
+        words += f"; no word after that{early}"
+    return words
+
+
+def _doing(under_way: list[dict[str, Any]]) -> str:
+    phase, *waits = under_way
+    words = f"{duration(phase['ms'] / 1e3)} in {phase['name']} of step {phase['step']}"
+    for wait in waits:
+        words += f", {duration(wait['ms'] / 1e3)} of it in '{wait['name']}' with ranks {wait['ranks']}"
+    return words
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,0 +1,105 @@
+"""Sixteen bits: what a device can compute in, and the loss scale that keeps small fp16 gradients from vanishing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.base.errors import LossError, UsageError
+from echelon.strategy import Amp
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: So many overflows in a row, with a scale that cannot fall any further, mean that the loss itself has gone.
+HOPELESS = 50
+
+
+def check_precision(amp: Amp | None, device: torch.device) -> None:
+    """Refuse a type that the device would only imitate."""
+    if amp is None:
+        return
+    if amp.dtype == "fp16" and device.type == "cpu" and not _cpu_computes_fp16():
+        raise UsageError("amp='fp16' was asked, but this CPU has no fp16 arithmetic; use amp='bf16'")
+    if amp.dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError("amp='bf16' was asked, but this GPU has no bf16 arithmetic; use amp='fp16'")
+
+
+@functools.cache
+def _cpu_computes_fp16() -> bool:
+    """Without these instructions a product of half floats takes some 60 times as long as one of bf16."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split()
+    except OSError:
+        return False
+    return not {"avx512_fp16", "amx_fp16", "asimdhp"}.isdisjoint(flags)
+
+
+class Scaler:
+    """The loss scale: what the loss is multiplied by before backward, and gradients divided by afterwards."""
+
+    def __init__(self, amp: Amp | None) -> None:
+        asked = amp.scaling if amp else None
+        self._amp = amp or Amp()
+        self._dynamic = asked == "dynamic"
+        self.active = asked is not None
+        self.scale = self._amp.init_scale if self._dynamic else float(asked or 1.0)
+        self.skipped = 0  #: steps that overflowed so far
+        self._finite = 0  # steps in a row
+        self._overflowed = 0
+
+    def unscale(self, gradients: list[Tensor], boost: float = 1.0) -> bool:
+        """Divide by the scale (times ``boost``), in place; whether every entry is finite.
+
+        On a GPU this waits for the device.
+        """
+        if not gradients:
+            return True
+        found = torch.zeros((), device=gradients[0].device)
+        inverse = torch.full((), 1.0 / (self.scale * boost), device=gradients[0].device)
+        by_kind: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            values = gradient._values() if gradient.is_sparse else gradient
+            by_kind.setdefault(values.dtype, []).append(values)
+        for same in by_kind.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
+        return not float(found)
+
+    def update(self, finite: bool) -> str | None:
+        """Note how a step went; a line to say when the scale changed."""
+        before = self.scale
+        self._finite = self._finite + 1 if finite else 0
+        self._overflowed = 0 if finite else self._overflowed + 1
+        self.skipped += not finite
+        if self._dynamic:
+            self._adapt()
+        self._refuse_hopeless(before)
+        return None if self.scale == before else f"loss scale {before:g} -> {self.scale:g}"
+
+    def _adapt(self) -> None:
+        if self._finite == self._amp.growth_interval:
+            self.scale, self._finite = self.scale * self._amp.growth, 0
+        if self._overflowed and self._overflowed % self._amp.backoff_after == 0:
+            self.scale = max(self.scale * self._amp.backoff, self._amp.min_scale)
+
+    def _refuse_hopeless(self, before: float) -> None:
+        lowest = self.scale == before and (before <= self._amp.min_scale or not self._dynamic)
+        if lowest and self._overflowed >= HOPELESS:
+            raise LossError(
+                f"gradients overflowed in {self._overflowed} steps in a row at a loss scale of {self.scale:g}; lower "
+                "the learning rate, clip gradients, or give a smaller Amp(loss_scale=...)"
+            )
+
+    def facts(self) -> dict[str, float]:
+        return {
+            "scale": self.scale, "finite": self._finite, "overflowed": self._overflowed, "skipped": self.skipped
+        }  # fmt: skip
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        if self._dynamic:
+            self.scale = facts["scale"]
+        self._finite, self._overflowed, self.skipped = facts["finite"], facts["overflowed"], facts["skipped"]

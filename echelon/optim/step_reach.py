@@ -1,0 +1,99 @@
+"""How far the step of an optimizer looks: at each entry alone, at whole parameters, or at all parameters together.
+
+Ranks that hold parts of parameters step each part by itself, which is right for the first kind only. Optimizers of
+torch are known by their class; any other takes some steps on a small matrix, whole and in halves: what differs looks
+further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.optim.optimizer_copy import PLAIN, make_twin
+
+_ENTRIES = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"),
+    *("NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "SparseAdam"),
+)
+SIZE, STEPS = 32, 4  # some optimizers factor only what has 16 rows and columns; some begin with a warm-up
+APART = 1e-3  # of the way that the weights have gone; rounding is a thousandth of that
+
+
+class Reach(IntEnum):
+    """What a step on one entry looks at."""
+
+    ENTRY = 0
+    PARAMETER = 1
+    ALL = 2
+
+
+def _classes(names: Sequence[str]) -> tuple[type, ...]:
+    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+
+
+def find_reach(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Reach | str:
+    """Return how far steps with the settings of ``group`` look; or why that cannot be told."""
+    from echelon.optim.foreach import ForeachOptimizer
+
+    kind = type(optimizer)
+    if kind in _classes(_ENTRIES) or isinstance(optimizer, ForeachOptimizer):  # ours add up their norms
+        return Reach.ENTRY
+    if isinstance(optimizer, _classes(("Adafactor", "Muon"))):
+        return Reach.PARAMETER
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return Reach.ALL
+    device = next((p.device for p in group["params"]), torch.device("cpu"))
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            return _tried(optimizer, group, device)
+    except Exception as error:  # whatever an optimizer of somebody else's may raise
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device) -> Reach | str:
+    g = torch.Generator().manual_seed(0)
+    uneven = torch.logspace(-1, 1, SIZE)
+    one, other = (
+        [torch.randn(SIZE, SIZE, generator=g) * uneven * uneven.flip(0).unsqueeze(1) * 0.1 for _ in range(STEPS + 1)]
+        for _ in range(2)
+    )
+
+    def step(*parts: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return _stepped(optimizer, group, [[value.to(device) for value in values] for values in parts])
+
+    alone = step(one)[0]
+    if _differ(alone, step(one, seed=1)[0], one[0]):
+        return "its steps are random"
+    if _differ(alone, step(one, other)[0], one[0]):
+        return Reach.ALL
+    for dim in (0, 1):
+        halves = [step([value.chunk(2, dim)[i].contiguous() for value in one])[0] for i in (0, 1)]
+        if _differ(alone, torch.cat(halves, dim), one[0]):
+            return Reach.PARAMETER
+    return Reach.ENTRY
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parts: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return parameters after steps with these gradients; the first of each are the weights."""
+    parameters = [nn.Parameter(values[0].clone()) for values in parts]
+    plain: dict[str, Any] = {name: way for name, way in PLAIN.items() if name in group}
+    if group.get("lr") is not None:
+        plain["lr"] = 0.01  # a schedule may have begun with 0
+    twin = make_twin(optimizer, [{**group, **plain, "params": parameters}])
+    for step in range(1, STEPS + 1):
+        for parameter, values in zip(parameters, parts, strict=True):
+            parameter.grad = values[step].clone()
+        twin.step()
+    return [parameter.detach().cpu() for parameter in parameters]
+
+
+def _differ(one: Tensor, other: Tensor, begun: Tensor) -> bool:
+    return not float((one - other).abs().max()) <= APART * float((one - begun).abs().max())

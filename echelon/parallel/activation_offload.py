@@ -1,0 +1,126 @@
+"""Keeping tensors in host memory between forward and backward, without making the device wait.
+
+A tensor leaves for pinned memory on a stream of its own while the device computes on, and comes back on another: when
+one is asked for, the one that was stored before it, which backward needs next, sets out as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.base.errors import UsageError
+
+# Copies that may be under way before the compute stream waits for the oldest: without a bound the host, which runs
+# ahead of the device, would let every tensor pile up on the device.
+UNDER_WAY = 2
+
+
+class HostStore:
+    """Where the kept inputs of recomputed segments live. Tensors of the CPU stay as they are."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[_Leaving] = deque()
+        self._lanes: dict[torch.device, _Lanes] = {}
+        self._latest: weakref.ref[_Stored] | None = None
+
+    def holding(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[object]:
+        """Within this context, what is saved for backward goes to the host where that is worth it."""
+        if not any(_worth_moving(tensor) for tensor in tensors):
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Stored:
+        if not _worth_moving(tensor):
+            return tensor
+        self._let_go(UNDER_WAY - 1)
+        lanes = self._lanes_of(tensor.device)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+        source = tensor.detach()
+        lanes.out.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(lanes.out):
+            host.copy_(source, non_blocking=True)
+        left = lanes.out.record_event()
+        self._leaving.append(_Leaving(source, source._version, left))
+        stored = _Stored(host, tensor.device, left, self._latest)
+        self._latest = weakref.ref(stored)
+        return stored
+
+    def _unpack(self, stored: Tensor | _Stored) -> Tensor:
+        if isinstance(stored, Tensor):
+            return stored
+        self._let_go(0)
+        lanes = self._lanes_of(stored.device)
+        tensor, arrived = stored.coming or lanes.fetch(stored)
+        stored.coming = None
+        before = stored.before() if stored.before else None
+        if before is not None and before.coming is None:
+            before.coming = self._lanes_of(before.device).fetch(before)
+        torch.cuda.current_stream(stored.device).wait_event(arrived)
+        return tensor
+
+    def _let_go(self, remaining: int) -> None:
+        """Free device memory whose copy has left, waiting (on the device) for all but the latest ``remaining``."""
+        while self._leaving and (len(self._leaving) > remaining or self._leaving[0].gone):
+            leaving = self._leaving.popleft()
+            torch.cuda.current_stream(leaving.source.device).wait_event(leaving.left)
+            if leaving.source._version != leaving.version:
+                raise UsageError(
+                    "the input of a recomputed module was changed in place while it moved to host memory; change a "
+                    "copy of it, or use Recompute(offload=False)"
+                )
+
+    def _lanes_of(self, device: torch.device) -> _Lanes:
+        if device not in self._lanes:
+            out, back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._lanes[device] = _Lanes(out, back)
+        return self._lanes[device]
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    source: Tensor  # held until the copy is made, so that its memory is not given to others
+    version: int
+    left: torch.cuda.Event
+
+    @property
+    def gone(self) -> bool:
+        return bool(self.left.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(eq=False)
+class _Stored:
+    host: Tensor
+    device: torch.device
+    left: torch.cuda.Event
+    before: weakref.ref[_Stored] | None
+    coming: tuple[Tensor, torch.cuda.Event] | None = None
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """Streams of one device: to the host, and back."""
+
+    out: torch.cuda.Stream
+    back: torch.cuda.Stream
+
+    def fetch(self, stored: _Stored) -> tuple[Tensor, torch.cuda.Event]:
+        """Start the way back. The memory is the compute stream's, so the copy begins when that has come this far."""
+        tensor = torch.empty_like(stored.host, device=stored.device)
+        self.back.wait_stream(torch.cuda.current_stream(stored.device))
+        self.back.wait_event(stored.left)
+        with torch.cuda.stream(self.back):
+            tensor.copy_(stored.host, non_blocking=True)
+        tensor.record_stream(self.back)  # should nobody use it after all, it is not given away before it arrived
+        return tensor, self.back.record_event()
+
+
+def _worth_moving(tensor: Tensor) -> bool:
+    """Activations. Weights stay on the device anyway, and so do masks and data, which many segments share."""
+    return tensor.is_cuda and tensor.requires_grad and not tensor.is_leaf

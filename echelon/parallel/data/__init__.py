@@ -1,0 +1,1 @@
+"""Data parallelism: gradients, their all-reduce, batch norm, compression and LocalSGD."""

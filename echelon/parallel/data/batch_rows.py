@@ -1,0 +1,86 @@
+"""BatchRows: the rows of the global batch, of which each replica has its share; gathered where a loss needs all.
+
+Gathering is a sum of gradients backward. Every replica's loss counts as its share of the batch, and the shares add up
+to one: so a loss that every replica computes on all rows has the gradients that it has in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from echelon.base.errors import UsageError
+from echelon.distributed.mesh_groups import Grid
+from echelon.parallel.data import batch_norm
+from echelon.plan import Plan
+
+
+class BatchRows:
+    """This rank's view of the replicas that share a batch.
+
+    served: whether replicas know of one another through parameter servers only
+    """
+
+    current: BatchRows | None = None  #: of the engine that runs, or was made last
+
+    def __init__(self, plan: Plan, grid: Grid, served: bool = False) -> None:
+        self._plan, self._grid, self._served = plan, grid, served
+        self._group: dist.ProcessGroup | None = None
+        self.is_used = False  #: in this pass; in a loop of the user's own, since the last update
+        BatchRows.current = self
+
+    def open(self) -> None:
+        """Find the connections, on all ranks together."""
+        self._group = self._grid.group(*self._plan.data_axes)
+
+    def begin(self) -> None:
+        """A pass of this engine begins."""
+        BatchRows.current, self.is_used = self, False
+
+    def gather(self, features: Sequence[Tensor]) -> list[Tensor]:
+        """Return all replicas' rows of each tensor, in the order of the replicas, with gradients."""
+        self._refuse()
+        replicas = self._plan.replicas
+        if replicas == 1:
+            return list(features)
+        if any(isinstance(each, FakeTensor) for each in features):  # of another stage, or while a forward is recorded
+            return [torch.cat([each] * replicas) for each in features]
+        if self._group is None:
+            raise UsageError("gather_batch(): the engine has no plan yet; call it in the model or the loss of a step")
+        self.is_used = True
+        return [self._gathered(each, self._group) for each in features]
+
+    def _gathered(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        from echelon.parallel.tensor.mappings import move_rows
+        from echelon.parallel.tensor.split_axis import SplitAxis
+        from echelon.parallel.tensor.split_collectives import gather_rows
+
+        if batch_norm.is_idle():  # a stand-in for a batch that this rank does not have
+            rows = rows[:0]
+        axis = SplitAxis(group, dist.get_rank(group), dist.get_world_size(group), spread=True)
+        sizes = gather_rows(rows, axis, "gather_batch(): replicas' rows are joined")
+        return self._ordered(move_rows(rows, sizes, axis), sizes)
+
+    def _ordered(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Order the blocks by replica: torch sorts the ranks of a group, and a plan may order its ranks otherwise."""
+        ranks = self._grid.ranks(*self._plan.data_axes)
+        if ranks == sorted(ranks):
+            return whole
+        blocks = dict(zip(sorted(ranks), torch.split(whole, list(sizes)), strict=True))
+        return torch.cat([blocks[rank] for rank in ranks])
+
+    def _refuse(self) -> None:
+        if self._served or self._plan.local is not None:
+            raise UsageError(
+                "gather_batch(): replicas step alone here, each with weights of its own, so that there is no global "
+                "batch; train without localsgd and parameter servers"
+            )
+        if self._plan.reduce_op == "sum" and self._plan.replicas > 1:
+            raise UsageError(
+                "gather_batch(): every replica computes the loss of the whole batch, and Reduction(op='sum') would add "
+                "it up once for each of them; use op='mean'"
+            )

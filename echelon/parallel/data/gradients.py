@@ -1,0 +1,368 @@
+"""Between a loss and gradients that are ready to be applied: weighting by samples, merging, reducing, unscaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from echelon.base.errors import LossError, UsageError
+from echelon.observability.metrics.step_clock import Clock
+from echelon.optim.grad_scaler import Scaler
+from echelon.parallel.clip import Census
+from echelon.parallel.data.dgc import SparseMomentum
+from echelon.parallel.data.global_loss import StagedTally, TakesAlong, Tally
+from echelon.parallel.data.reducer import Passes, Reducer, once
+from echelon.parallel.loss.loss_reduction import Count
+from echelon.plan import Plan
+
+
+class Reduces(Protocol):
+    """What brings the gradients of one optimizer together."""
+
+    def arm(self, compressing: bool = ..., passes: Passes = ...) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class AddsUp(Protocol):
+    """What adds up gradients of one update that other ranks hold parts of, once they are reduced."""
+
+    def add_up(self, optimizers: Collection[str]) -> None: ...
+
+
+class Gradients:
+    """The gradients of one model.
+
+    parameters: what backward fills, by name
+    held:       what optimizers step on, by name: the same, or shards of them
+    reducers:   by optimizer; empty when this process steps alone
+    census:     asks all ranks that hold a part of the model
+    sums:       what is left to add up when gradients are reduced
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        held: Mapping[str, nn.Parameter],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        reducers: Mapping[str, Reduces],
+        scaler: Scaler,
+        census: Census,
+        sums: Sequence[AddsUp] = (),
+    ) -> None:
+        self._plan, self._scaler, self._census, self._sums = plan, scaler, census, sums
+        self._parameters, self._held, self._reducers = parameters, held, reducers
+        self._all = list({id(each): each for each in (*parameters.values(), *held.values())}.values())
+        self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
+        self._owned = {key: [p for group in o.param_groups for p in group["params"]] for key, o in optimizers.items()}
+        trainable = {spec.name: spec.trainable for spec in plan.model}
+        self._frozen = [(name, parameter) for name, parameter in parameters.items() if not trainable[name]]
+        self._sum = plan.reduce_op == "sum"
+        self._may_be_sum = plan.reduce_op == "auto"  # a pipeline's last stage tells after the first pass
+        self._adds_passes = False  # merged passes are added, not averaged: the loss itself is a sum over samples
+        self._final = plan.lean is not None  # applied while backward runs: nothing can be put right afterwards
+        self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: every pass is reduced at once
+        # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
+        self._plain = not reducers and plan.gradient_merge == 1 and plan.pipeline is None
+        self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_assume``
+        self._assumed_rows: Tensor | float = 1.0  # of the same update
+        self.merged = 0  #: forward passes since the last update
+        self.merged_samples: Tensor | float = 0.0  #: what the losses of all ranks averaged over in them
+        self.merged_rows: Tensor | float = 0.0  #: rows of all ranks' batches in them
+        self.merged_loss: Tensor | float = 0.0  #: sum of all ranks' losses in them, times what they averaged over
+        self._own_samples: Count = 0.0  # and this rank alone
+        self.weights: Tensor | float = 0.0  #: sum of what this rank's losses were multiplied by
+        self._boost = 1.0  # beyond the loss scale, see ``_assume``
+        self._carrier: TakesAlong | None = None  # see ``ride``
+        self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
+        self._stale = True  # those of a finished update stay readable until the next backward begins
+
+    @property
+    def ready(self) -> bool:
+        return self.merged == self._plan.gradient_merge
+
+    @property
+    def is_reduced(self) -> bool:
+        """Return True if ranks share their gradients; False where each steps alone."""
+        return bool(self._reducers)
+
+    @property
+    def own_samples(self) -> float:
+        """What this rank's losses averaged over since the last update."""
+        return float(self._own_samples)
+
+    @property
+    def loss(self) -> Tensor | float:
+        """The loss of the update: over all ranks and merged passes the mean, or the sum where losses are sums."""
+        if self._adds_passes:
+            return self.merged_loss
+        return self.merged_loss / (self.merged if self._sum else self.merged_samples)
+
+    @property
+    def empty(self) -> bool:
+        """Only where ranks step alone: this one has seen no sample, and has nothing to apply."""
+        return not self._reducers and isinstance(self.merged_samples, float | int) and self.merged_samples == 0
+
+    def add(
+        self,
+        backward: Callable[[], None],
+        tally: Tally | StagedTally,
+        clock: Clock,
+        step: int,
+        passes: Passes = once,
+    ) -> None:
+        """Run ``backward``, which multiplies losses by what ``weigh`` returns. The last of the merged passes also
+        reduces, while backward runs.
+
+        Every rank weights its loss by its part of the global batch, so that gradients are sums that add up over ranks
+        and merged passes to the exact mean, however uneven the shares.
+        """
+        self.clear()
+        self.merged += 1
+        self._assume(tally)
+        if self.ready or self.holds_sums:
+            self._arm(self._owned, step, passes)
+        backward()
+        clock.lap("backward")
+        if not tally.rides:
+            self._note(tally)
+        if self.ready or self.holds_sums:
+            self._reduce(self._owned)
+        if tally.rides:
+            self._note(tally)
+        if self.ready:
+            self._settle(self._owned, step)
+            clock.lap("communicate")
+
+    def meet(self, group: dist.ProcessGroup | None) -> None:
+        """``group``: who knows of one global loss in every step."""
+        if group is None or len(self._reducers) > 1 or self._plan.gradient_merge > 1:
+            return
+        for reducer in self._reducers.values():
+            self._carrier = reducer if isinstance(reducer, Reducer) and reducer.takes_along(group) else None
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether backward has to know how many samples all ranks have."""
+        return self.assumed is None and not (self._plain or self._sum)
+
+    @property
+    def ride(self) -> TakesAlong | None:
+        """What can take a step's loss along. Not where the number of samples must be known before backward."""
+        return self._carrier if self.assumed is not None else None
+
+    def add_local(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Backward and nothing else; ``reduce`` follows when the user says so.
+
+        weight: what this rank counts as. Weighed afterwards is the same, but for what backward itself adds up over
+        replicas (batch norm).
+        """
+        self.clear()
+        backward_of(loss, self._scaler.scale * (weight if self._together and not self._sum else 1.0))
+
+    def reduce(self, optimizers: Iterable[str], samples: Count, tally: Tally, step: int, weighed: bool = False) -> None:
+        """Reduce what ``add_local`` gathered, this rank counting as ``samples``; ``weighed`` there, or not yet."""
+        self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
+        self.merged_rows = tally.rows
+        self.assumed, self._boost = tally.samples, 1.0
+        chosen = list(optimizers)
+        if self._together and not (self._sum or tally.is_sum):
+            self._scale((1.0 if weighed else samples) / tally.samples)
+        self._arm(chosen, step)
+        self._reduce(chosen)
+        self._settle(chosen, step)
+
+    def applied(self) -> None:
+        """The optimizer has used them."""
+        self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
+        self.merged_rows, self.merged_loss = 0.0, 0.0
+        self.weights = 0.0
+        if self._final:
+            self.assumed = None  # so that the next step waits for its own count
+
+    def clear(self) -> None:
+        if self._stale:
+            for parameter in self._all:
+                parameter.grad = None
+            self._stale = False
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """What has been merged but not reduced: part of the training state."""
+        if not self.merged:
+            return {}
+        return {name: p.grad for name, p in self._gathering.items() if p.grad is not None}
+
+    @property
+    def _gathering(self) -> Mapping[str, nn.Parameter]:
+        """Where merged gradients lie."""
+        return self._held if self.holds_sums else self._parameters
+
+    def facts(self) -> dict[str, float | None]:
+        """The numbers that belong to the training state."""
+        return {name: float(value) if isinstance(value, Tensor) else value for name, value in self.numbers().items()}
+
+    def numbers(self) -> dict[str, Tensor | float | None]:
+        """The same, without waiting for a GPU that has not computed them yet."""
+        return {
+            "merged": self.merged, "merged_samples": self.merged_samples, "own_samples": self._own_samples,
+            "merged_rows": self.merged_rows, "merged_loss": self.merged_loss, "assumed": self.assumed,
+        }  # fmt: skip
+
+    def restore(self, facts: Mapping[str, Any], unreduced: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
+        """Take up merged gradients again. A parameter named more than once gets the sum."""
+        self._stale = True
+        self.clear()
+        self.merged, self.assumed = facts["merged"], facts["assumed"]
+        self.merged_samples, self._own_samples = facts["merged_samples"], facts["own_samples"]
+        # checkpoints of earlier versions have neither: rows were what was counted
+        self.merged_rows, self.merged_loss = (
+            facts.get("merged_rows", self.merged_samples),
+            facts.get("merged_loss", 0.0),
+        )
+        for name, read in unreduced:
+            parameter = self._gathering[name]
+            grad = read().to(parameter.device)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _assume(self, tally: Tally | StagedTally) -> None:
+        """Settle what the weights of this pass are parts of: the samples of the previous update.
+
+        Waiting here for the true number would hold a quick rank's backward until the slowest has done its forward
+        pass. All ranks assume the same, so the sum can be put right afterwards, in the steps where it must be.
+
+        A loss scale is meant for the mean over one batch, as it is in one process; its part of a large global batch
+        would be as much smaller as there are batches in it, and vanish in fp16. So that factor is taken along.
+        """
+        passes = self._plan.gradient_merge
+        if isinstance(tally, Tally) and tally.is_sum and not self._sum:
+            self._sum = self._adds_passes = True
+        if self._scaler.active and not self._plain:
+            self._boost = float(passes * (self._plan.replicas if self._together and not self._sum else 1))
+        if self._plain or self._sum or self.assumed is not None:
+            return
+        count, rows = tally.expected
+        self.assumed = count * passes if isinstance(count, Tensor) or count else 1.0
+        self._assumed_rows = rows * passes if isinstance(rows, Tensor) or rows else 1.0
+
+    def weigh(self, count: Count) -> Count:
+        """Return what a loss over ``count`` samples is multiplied by: its part of all that the update will see."""
+        scale = self._scaler.scale * self._boost
+        if self._plain or self._adds_passes:
+            weight: Count = scale
+        elif self._sum:
+            weight = scale / self._plan.gradient_merge
+        else:
+            assert self.assumed is not None
+            weight = count * scale / self.assumed
+        self.weights = self.weights + weight
+        return weight
+
+    def weigh_rows(self, rows: float) -> Count:
+        """Return the weight of a loss over rows, beside one that is over something else."""
+        scale = self._scaler.scale * self._boost
+        return scale / self._plan.gradient_merge if self._sum else rows * scale / self._assumed_rows
+
+    def weigh_sum(self) -> float:
+        """Return the weight of a loss that is a sum over samples."""
+        return self._scaler.scale * self._boost
+
+    def _note(self, tally: Tally | StagedTally) -> None:
+        """Add up what is known of a pass when its backward is over."""
+        if isinstance(tally, StagedTally) and self._may_be_sum:
+            self._may_be_sum = False
+            self._sum = self._adds_passes = tally.adds_up
+        self._own_samples = self._own_samples + tally.count
+        self.merged_samples = self.merged_samples + tally.samples
+        self.merged_rows = self.merged_rows + tally.rows
+        if self._plan.gradient_merge > 1:
+            self.merged_loss = self.merged_loss + tally.total
+
+    @property
+    def _together(self) -> bool:
+        """Whether replicas share every step."""
+        return bool(self._reducers) and self._plan.replicas > 1
+
+    def _arm(self, optimizers: Iterable[str], step: int, passes: Passes = once) -> None:
+        for key in optimizers:
+            if key in self._reducers:
+                self._reducers[key].arm(compressing=self._sparsity(key, step) is not None, passes=passes)
+
+    def _sparsity(self, key: str, step: int) -> float | None:
+        return self._compressors[key].sparsity(step) if key in self._compressors else None
+
+    def _settle(self, optimizers: Collection[str], step: int) -> None:
+        """They are reduced: put right what was assumed, and see whether they can be used."""
+        if not (self._sum or self._plain or self.empty):
+            self._correct(self.merged_samples)
+        self.overflowed = self._scaler.active and not self._all_finite(optimizers)
+        for key in optimizers:
+            sparsity = self._sparsity(key, step)
+            if sparsity is not None and not self.overflowed:
+                own = self.merged_samples / self._own_samples if self.own_samples else 0.0
+                self._compressors[key].exchange(sparsity, magnify=own)
+
+    def _reduce(self, optimizers: Collection[str]) -> None:
+        self._refuse_thawed()
+        for key in optimizers:
+            if key in self._reducers:
+                self._reducers[key].finish()
+        for sums in self._sums if self.ready else ():
+            sums.add_up(optimizers)
+
+    def _all_finite(self, optimizers: Iterable[str]) -> bool:
+        grads = [p.grad for key in optimizers for p in self._owned[key] if p.grad is not None]
+        return self._census.all_finite(self._scaler.unscale(grads, self._boost), self._device)
+
+    def _refuse_thawed(self) -> None:
+        """A parameter that the plan does not reduce must not be trained: replicas would drift apart unseen."""
+        for name, parameter in self._frozen:
+            if self._reducers and parameter.grad is not None:
+                raise UsageError(
+                    f"'{name}' was frozen when distribute() was called and has a gradient now; "
+                    "unfreeze it before distribute(), or call distribute() again"
+                )
+
+    def _correct(self, actual: Tensor | float) -> None:
+        assert self.assumed is not None
+        self._assumed_rows = self.merged_rows
+        # On a GPU comparing would wait for the device; there the multiplication is cheaper than the question.
+        if isinstance(actual, Tensor) or actual != self.assumed:
+            self._scale(self.assumed / actual)
+        self.assumed = actual
+
+    def _scale(self, factor: Tensor | float) -> None:
+        scaled_already: set[int] = set()
+        for parameter in (*self._parameters.values(), *self._held.values()):
+            if parameter.grad is not None and id(parameter.grad) not in scaled_already:
+                scaled_already.add(id(parameter.grad))
+                parameter.grad.mul_(factor if not isinstance(factor, Tensor) else factor.to(parameter.grad.device))
+
+
+def backward_of(loss: Tensor, weight: Tensor | float) -> None:
+    """Backward of ``loss * weight``, without the multiplication, and without ``Tensor.backward``'s own questions where
+    their answers are known: together 30 microseconds, a good part of a small step."""
+    if isinstance(weight, Tensor):
+        gradient = weight.to(loss.device, loss.dtype)
+    else:
+        told = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may be beyond it
+        gradient = torch.scalar_tensor(told, dtype=loss.dtype, device=loss.device)
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any trained parameter; compute it from the model's output, without detach(), "
+            "argmax() or torch.no_grad(), and train some parameters (the loss that engine.step() returns has had its "
+            "backward already)"
+        )
+    if type(loss) is not Tensor:
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
+        return
+    Variable._execution_engine.run_backward(
+        *((loss,), (gradient,), False, False, ()), allow_unreachable=True, accumulate_grad=True
+    )

@@ -1,0 +1,170 @@
+"""LocalGradients: between ``engine.backward`` and ``engine.update`` a gradient is one rank's own.
+
+``torch.nn.utils.clip_grad_norm_`` there would clip each rank's part before the sum, where one process (and DDP) clips
+the whole. Torch's functions on gradients ask here first, and see reduced gradients, or are refused with the right call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from echelon.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from echelon.engine.forward_backward import TrainingPasses
+    from echelon.engine.parallelize import Parts
+
+#: Torch's functions on gradients, by their names there and to the user, and the engine's that is right everywhere.
+_FUNCTIONS = {
+    "clip_grad_norm_": ("clip_grad_norm_", "engine.clip_grad_norm_(max_norm), or give Strategy(clip=max_norm)"),
+    "clip_grad_value_": ("clip_grad_value_", "engine.clip_grad_value_(clip_value)"),
+    "_clip_grads_with_norm_": ("clip_grads_with_norm_", "engine.clip_grad_norm_(max_norm)"),
+    "_get_total_norm": ("get_total_norm", "engine.grad_norm()"),
+}
+#: Updates in which changes by hand are looked for.
+EARLY = 2
+
+
+class LocalGradients:
+    """One engine's gradients, as torch's functions may meet them.
+
+    reduce: reduces what these optimizers step on
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        passes: TrainingPasses,
+        reduce: Callable[[Collection[str]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._passes, self._reduce, self._say = passes, reduce, say
+        plan = parts.plan
+        self._in_parts = plan.shard is not None or plan.in_parts
+        self._applied_at_once = plan.lean is not None or bool(plan.dgc)
+        self._differ = parts.gradients.is_reduced or parts.scaler.active  # from what the optimizers are to step with
+        self._keys, self._owners = list(parts.optimizers), _owners(parts)
+        self._parameters = dict(_identified([*parts.holdings.model.parameters(), *parts.holdings.parameters.values()]))
+        self._looks = EARLY if self._differ and not self._in_parts else 0
+        self._seen: list[tuple[int, int]] = []
+        self._has_warned = False
+        _watch(self)
+
+    def close(self) -> None:
+        """The engine trains no more."""
+        _watchers.discard(self)
+
+    def added(self) -> None:
+        """Backward is over: note what the gradients are, in the first updates."""
+        if self._looks:
+            self._seen = self._versions()
+
+    def about_to_reduce(self) -> None:
+        """Say if they are not any more what backward left."""
+        if not self._looks or not self._seen:
+            return
+        self._looks -= 1
+        if self._passes.is_local and self._versions() != self._seen:
+            self._looks = 0
+            self._say(
+                "gradients: they were changed between engine.backward() and engine.update(), where each rank has its "
+                "own; a factor or a mask is right there, clipping is not: call engine.reduce() before the change"
+            )
+        self._seen = []
+
+    def called(self, name: str, given: Collection[Tensor], max_norm: float) -> None:
+        """Torch's function ``name`` is about to look at these parameters or, ``get_total_norm``, gradients."""
+        found = self._found(name, given)
+        if not found:
+            return
+        known, instead = _FUNCTIONS[name]
+        waits = self._passes.is_local and self._differ
+        if self._in_parts or (waits and (self._applied_at_once or name == "_get_total_norm")):
+            why = (
+                "a rank holds only parts of them"
+                if self._in_parts
+                else "until engine.update() they are each rank's own"
+            )
+            raise UsageError(f"{known}() on the engine's gradients: {why}; call {instead}")
+        if waits:
+            chosen = {key for parameter in found for key in self._owners.get(id(parameter), ())}
+            self._reduce([key for key in self._keys if key in chosen])  # on all ranks in one order
+        elif name != "_get_total_norm" and not self._passes.has_own_loop and math.isfinite(max_norm):
+            self._warn(known)
+
+    def _found(self, name: str, given: Collection[Tensor]) -> list[Tensor]:
+        known: Mapping[int, Any] = self._parameters
+        if name == "_get_total_norm":
+            known = dict(_identified(p.grad for p in self._parameters.values() if p.grad is not None))
+        return [tensor for tensor in given if id(tensor) in known]
+
+    def _warn(self, known: str) -> None:
+        if not self._has_warned and self._passes.has_run:
+            self._has_warned = True
+            self._say(f"gradients: {known}() after engine.step() has no effect, since the step has applied them; give "
+                      "Strategy(clip=max_norm)")  # fmt: skip
+
+    def _versions(self) -> list[tuple[int, int]]:
+        grads = [parameter.grad for parameter in self._parameters.values()]
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+def _owners(parts: Parts) -> dict[int, list[str]]:
+    """By parameter, the optimizers that step on it."""
+    owners: dict[int, list[str]] = {}
+    for key, optimizer in parts.optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owners.setdefault(id(parameter), []).append(key)
+    return owners
+
+
+def _identified(tensors: Iterable[Any]) -> Iterable[tuple[int, Any]]:
+    return ((id(tensor), tensor) for tensor in tensors)
+
+
+_watchers: weakref.WeakSet[LocalGradients] = weakref.WeakSet()
+
+
+def _watch(watcher: LocalGradients) -> None:
+    """Have torch's functions ask. Inside their wrapper: scripts hold on to the functions themselves."""
+    _watchers.add(watcher)
+    for name in _FUNCTIONS:
+        outer = getattr(clip_grad, name, None)
+        cells: tuple[Any, ...] = getattr(outer, "__closure__", None) or ()
+        inner = cells[0].cell_contents if len(cells) == 1 else None
+        if callable(inner) and not hasattr(inner, "asks_engine"):
+            cells[0].cell_contents = _asking(name, inner)
+
+
+def _asking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def asking(*args: Any, **named: Any) -> Any:
+        if not _watchers:
+            return function(*args, **named)
+        key = "tensors" if name == "_get_total_norm" else "parameters"
+        given = args[0] if args else named.pop(key)
+        tensors = [given] if isinstance(given, Tensor) else list(given)
+        limit = named.get("max_norm", args[1] if len(args) > 1 else 0.0)
+        for watcher in list(_watchers):
+            watcher.called(name, tensors, limit if isinstance(limit, float | int) else 0.0)
+        return function(tensors, *args[1:], **named)
+
+    asking.asks_engine = True  # type: ignore[attr-defined]
+    return asking
+
+
+def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Every entry of the gradients to at most ``limit``, either way."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
+            (grad.values() if grad.is_sparse else grad).clamp_(-limit, limit)
+            parameter.grad = grad

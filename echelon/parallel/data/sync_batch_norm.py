@@ -1,0 +1,211 @@
+"""Layers whose batch norm shares its statistics over replicas, whatever their class.
+
+A layer with torch's own forward computes it here at once. A forward of another kind (timm's BatchNormAct2d, a module
+that calls ``F.batch_norm``) runs as it is, and the calls of ``F.batch_norm`` and ``torch.batch_norm`` in it are shared.
+A layer gets a class of its own in place of a patched method: its deep copy stays a layer of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from echelon.base.lazy_dynamo import untraced
+from echelon.parallel.data.batch_norm import batch_norm_over
+from echelon.plan.batch_norms import BatchNorm
+
+Attend = Callable[[str, str], None]
+_PLAIN = "_class_without_sharing"
+
+
+@dataclass
+class Sharing:
+    """One layer's part in statistics over replicas.
+
+    name:   the layer's name in the model
+    attend: called with the name, and "forward" or "backward", before numbers are exchanged
+    remark: takes a line about what cannot be shared; None when it has been said
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    attend: Attend | None
+    remark: Callable[[str], None] | None
+
+    def __post_init__(self) -> None:
+        self._attend = None if self.attend is None else functools.partial(self.attend, self.name)
+
+    @untraced
+    def batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Return what ``F.batch_norm`` gives, in training mode for the batches of all replicas together."""
+        if not training or _is_weight(input):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        given = _whole(input), running_mean, running_var, weight, bias, momentum, eps
+        return batch_norm_over(self.group, *given, self._attend)
+
+    def say_once(self, line: str) -> None:
+        if self.remark is not None:
+            self.remark(line)
+            self.remark = None
+
+
+def synchronize(
+    model: nn.Module,
+    names: Iterable[str],
+    group: dist.ProcessGroup,
+    attend: Attend | None = None,
+    remark: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Let the named layers share their statistics over ``group``. Weights, buffers and names stay as they are."""
+    modules = dict(model.named_modules())
+    for name in names:
+        module = modules[name]
+        kind = type(module)
+        base = _Shared if kind.forward in _TORCHS_OWN else _SharedInside
+        fields = {"sharing": Sharing(name, group, attend, remark), _PLAIN: kind}
+        module.__class__ = type(f"Synchronized{kind.__name__}", (base, kind), fields)
+
+
+def make_local(model: nn.Module) -> None:
+    """Let each batch norm have statistics of its own process: undo ``synchronize``, and torch's SyncBatchNorm.
+
+    SyncBatchNorm exchanges over all ranks of the job, stages and split parts too, and refuses a CPU.
+    """
+    for module in model.modules():
+        kind = getattr(type(module), _PLAIN, type(module))
+        if kind is not type(module):  # a traced module would hand even the same class on to what it wraps
+            module.__class__ = kind
+        if isinstance(module, nn.SyncBatchNorm) and not issubclass(kind, _LocalStatistics):
+            # Behind the class, so that its forward is kept and finds this one as super().forward.
+            own = _LocalStatistics if kind is nn.SyncBatchNorm else type(kind.__name__, (kind, _LocalStatistics), {})
+            module.__class__ = own
+
+
+class _LocalStatistics(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return BatchNorm.forward(self, input)
+
+
+_TORCHS_OWN = (BatchNorm.forward, _LocalStatistics.forward, nn.SyncBatchNorm.forward)
+
+
+class _Shared(BatchNorm):
+    """A batch norm with torch's own forward."""
+
+    sharing: Sharing
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.track_running_stats:
+            return super().forward(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        track = self.training and self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if track and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        running = (self.running_mean, self.running_var) if track else (None, None)
+        return self.sharing.batch_norm(x, *running, self.weight, self.bias, True, momentum, self.eps)
+
+
+class _SharedInside(nn.Module):
+    """A layer with a forward of another kind, in which batch norm is shared."""
+
+    sharing: Sharing
+
+    @untraced
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or self.sharing.remark is None:
+            with _Intercepted(self.sharing):
+                return super().forward(*args, **kwargs)
+        return self._first_forward(*args, **kwargs)
+
+    def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, and say what in it is not as in one process."""
+        before = _running_statistics(self)
+        with _Intercepted(self.sharing) as calls:
+            result = super().forward(*args, **kwargs)
+        where = f"batch norm: '{self.sharing.name}' ({getattr(type(self), _PLAIN).__name__})"
+        rows = next((leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+        other = next((count for count in calls.rows if count != rows), rows)
+        if not calls.rows and not all(map(torch.equal, before, _running_statistics(self))):
+            self.sharing.say_once(f"{where} computes statistics without F.batch_norm; they stay those of each replica")
+        elif other != rows:
+            self.sharing.say_once(
+                f"{where} normalizes {other} rows of {rows} by themselves, chosen by their place in each replica's "
+                "batch; one process chooses by their place in the global batch"
+            )
+        self.sharing.remark = None
+        return result
+
+
+def _running_statistics(module: nn.Module) -> list[Tensor]:
+    """Return copies: kernels of batch norm do not count up a tensor's version."""
+    return [value.clone() for value in module._buffers.values() if value is not None]
+
+
+class _Intercepted(TorchFunctionMode):
+    """Within it, calls of batch norm share their statistics; ``rows`` are those of their inputs."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        super().__init__()
+        self._sharing = sharing
+        self.rows: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._shared(*args, **kwargs)
+        if func is torch.batch_norm:
+            return self._shared(**_as_functional(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _shared(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not _is_weight(input):
+            self.rows.append(input.shape[0])
+        return self._sharing.batch_norm(input, *args, **kwargs)
+
+
+def _as_functional(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> dict[str, Any]:
+    """Return the arguments of ``torch.batch_norm`` by the names of ``F.batch_norm``."""
+    statistics = {"running_mean": running_mean, "running_var": running_var}
+    options = {"weight": weight, "bias": bias, "training": training, "momentum": momentum, "eps": eps}
+    return {"input": input, **statistics, **options}
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Return True for a parameter or a view of one: standardizing a weight has nothing to do with the batch."""
+    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that is split over ranks as a whole one."""
+    return cast(Tensor, tensor.whole()) if hasattr(tensor, "whole") else tensor

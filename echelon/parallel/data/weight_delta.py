@@ -1,0 +1,86 @@
+"""How far a replica has come since all replicas were last the same, for some parameters that travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.distributed.activity import span
+from echelon.distributed.replicas import flatten, scatter
+from echelon.parallel.data.all_reduce import sum_over
+
+
+class Drift:
+    """The parameters as they were, and a row in which their change travels: two copies of them, made once."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        wire: str | None,
+        group: dist.ProcessGroup,
+        number: int,
+    ) -> None:
+        self._names, self._parameters = names, parameters
+        self._snapshot = flatten(parameters)
+        self._change = torch.zeros_like(self._snapshot)
+        said = "average of replicas", f"bucket {number} ({span(names)})"
+        self._sum = sum_over(self._change, wire, group, number, *said)
+        self._ranks = dist.get_world_size(group)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to sum ``snapshot - parameters`` over all ranks."""
+        places = zip(self._parameters, self._views(self._snapshot), self._views(self._change), strict=True)
+        for parameter, was, change in places:
+            torch.sub(was, parameter, out=change)
+        self._sum.start()
+
+    def turn(self) -> None:
+        self._sum.turn()
+
+    @torch.no_grad()
+    def mean(self) -> Tensor:
+        """The mean change over all ranks, once it is here."""
+        self._sum.finish()
+        return self._change.div_(self._ranks)
+
+    @torch.no_grad()
+    def go_on(self, change: Tensor) -> None:
+        """From the snapshot less ``change``: that is the next snapshot, and the parameters."""
+        scatter(self._snapshot.sub_(change), self._parameters)
+
+    @torch.no_grad()
+    def show(self, change: Tensor) -> None:
+        """Let the parameters be the snapshot less ``change``, and keep the snapshot."""
+        scatter(self._snapshot - change, self._parameters)
+
+    @torch.no_grad()
+    def begin_here(self) -> None:
+        """The parameters are the same on all ranks now."""
+        self._snapshot.copy_(flatten(self._parameters))
+
+    def snapshots(self) -> dict[str, Tensor]:
+        """By parameter, as flat views."""
+        return self.by_name(self._snapshot)
+
+    def by_name(self, row: Tensor) -> dict[str, Tensor]:
+        return {name: view.view(-1) for name, view in zip(self._names, self._views(row), strict=True)}
+
+    def empty(self) -> Tensor:
+        """A row of zeros for these parameters."""
+        return torch.zeros_like(self._snapshot)
+
+    def copy(self) -> Tensor:
+        return flatten(self._parameters)
+
+    @torch.no_grad()
+    def put_back(self, copied: Tensor) -> None:
+        scatter(copied, self._parameters)
+
+    def _views(self, row: Tensor) -> list[Tensor]:
+        pieces = torch.split(row, [p.numel() for p in self._parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]

@@ -1,0 +1,151 @@
+"""A mixture of experts over ranks: each has some of the experts, and tokens travel to theirs and back.
+
+The numbers are those of one process on all tokens, dropped ones included: see ``headcount``. Weights of the gate are
+whole on every rank.
+
+Shared batch: every rank routes its share of the tokens, so no work is done twice. Entering cuts the batch into shares
+(backward: gather), leaving gathers them (backward: cut); the gate's gradient, of a share only, is summed over the axis
+at once, and so equals that of the whole batch on every rank.
+
+Spread batch: every rank routes its own tokens. The gate's gradient is that of this rank's tokens, and the engine adds
+it up as it does for every whole parameter.
+
+The auxiliary loss of all T tokens is A = c * E * sum_e f_e * P_e, with f_e the fraction of all tokens whose first
+choice is e (no gradient) and P_e the mean probability over all. With p_re the mean over the n_r tokens of rank r,
+P_e = sum_r (n_r / T) * p_re. The engine multiplies rank r's loss by n_r / T and adds up: so rank r reports
+A_r = c * E * sum_e f_e * p_re, with f of all ranks and p of its own. Then sum_r (n_r / T) * A_r = A and, as f is a
+constant, the same holds for the gradients. Ranks that share a batch report one value: p is then the mean over their
+common batch; its sum over shares passes the gradient on as it is, because each share contributes to it once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.distributed.tensor_layout import Layout, Range
+from echelon.nn.expert_gate import Choice, Queues, balance, queue
+from echelon.nn.moe import MoE
+from echelon.parallel.data import batch_norm
+from echelon.parallel.expert.expert_counts import Headcount, Journey, count_heads, plan_journey
+from echelon.parallel.tensor.mappings import gathered, leave_by_sum, lower, move, sliced
+from echelon.parallel.tensor.rng import own_chance
+from echelon.parallel.tensor.sharded_activation import whole
+from echelon.parallel.tensor.split_axis import SplitAxis
+from echelon.parallel.tensor.split_collectives import swap, total
+from echelon.parallel.tensor.split_spec import Piece, Refused, ranges_of, require_gather
+from echelon.strategy.annotations.marks import Split
+
+STACKED = ("w1", "b1", "w2", "b2")
+
+
+def moe_pieces(module: MoE, mark: Split, axis: SplitAxis) -> list[Piece]:
+    if mark.how != "auto":
+        raise Refused(f"has split(how={mark.how!r}), but a mixture of experts is split by experts; leave how out")
+    if mark.sequence:
+        raise Refused("has split(sequence=True), but a mixture of experts has no layers to cut it for; leave it out")
+    require_gather(mark, "a mixture of experts")
+    owned = ranges_of(module.experts, mark, axis)
+    facts = {"axis": axis, "everyone": axis.group, "owned": owned}
+    return [Piece(module, SplitMoE, facts, {name: {0: (owned[axis.rank],)} for name in STACKED})]
+
+
+def split_moe(module: MoE, axis: SplitAxis, mark: Split | None = None) -> dict[str, Layout]:
+    """Leave to this rank its part of the experts; layouts of the parameters that are cut, by their names inside."""
+    (piece,) = moe_pieces(module, mark or Split(), axis)
+    layouts = piece.layouts()
+    for name, layout in layouts.items():
+        parameter = module.get_parameter(name)
+        parameter.data, parameter.grad = layout.take(parameter.data), None
+    piece.change_class()
+    return layouts
+
+
+def count_together(module: MoE, everyone: dist.ProcessGroup) -> None:
+    """Count capacity and load over ``everyone``: all ranks whose tokens together are those of the global batch.
+
+    For a split layer these are the replicas times the split axis, as each routes a share of its own. For a layer that
+    every rank has whole, they are the ranks with a batch of their own.
+    """
+    if not isinstance(module, SplitMoE):
+        split_moe(module, SplitAxis(None, 0, 1, spread=True))
+    assert isinstance(module, SplitMoE)
+    type(module).everyone = everyone
+
+
+class SplitMoE(MoE):
+    axis: SplitAxis
+    everyone: dist.ProcessGroup | None
+    owned: list[Range]  #: the experts of every rank of the axis
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(whole(x))
+
+    def _mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if self.axis.spread or self.axis.size == 1:
+            return self._route(tokens, self.gate.weight)
+        sizes = self.axis.sizes(len(tokens))
+        weight = move(self.gate.weight, Tensor.detach, partial(total, axis=self.axis))
+        mixed, uneven = self._route(sliced(tokens, 0, sizes, None, self.axis), weight)
+        return gathered(mixed, 0, sizes, None, self.axis), uneven
+
+    def _route(self, tokens: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        with own_chance(self.axis, tokens.device, wanted=self.training and (self.noise > 0 or self.random_second)):
+            choice = self._choose(tokens, gate)
+        counted = len(tokens)
+        if batch_norm._idle:  # a stand-in for a batch: takes part, and counts for nothing
+            counted, choice = (
+                0,
+                Choice(torch.full_like(choice.experts, self.experts), choice.weights, choice.probabilities),
+            )
+        queues = queue(choice.experts, self.experts)
+        heads = count_heads(queues.lengths, counted, self.capacity, self.everyone, me=_place(self.everyone))
+        return self._travel(tokens, choice, queues, heads), self._unevenness(choice, heads, counted)
+
+    def _travel(self, tokens: Tensor, choice: Choice, queues: Queues, heads: Headcount) -> Tensor:
+        left = heads.room_left[heads.me].to(tokens.device)
+        left = torch.cat([left, left.new_zeros(len(left), 1)], 1)  # for tokens that go nowhere
+        kept = queues.places < left.gather(1, choice.experts)
+        there = plan_journey(heads.kept[self._members()], self.axis.rank, self.owned)
+        order = torch.where(kept, choice.experts, self.experts).flatten().argsort(stable=True)[: sum(there.sent)]
+        came = _exchange(lower(tokens).index_select(0, order % max(len(tokens), 1)), there, self.axis)
+        back = _exchange(self._answers(came, there), there, self.axis, home=True)
+        rows = back.new_zeros(kept.numel(), self.dim).index_copy_(0, order, back)
+        return self._weigh(rows, kept, choice)
+
+    def _answers(self, came: Tensor, there: Journey) -> Tensor:
+        """What this rank's experts make of the rows that came, in the same order."""
+        slots = there.slots.to(came.device)
+        here = len(self.w1)
+        buffer = came.new_zeros(here * there.width, self.dim).index_copy_(0, slots, came)
+        return self._compute(buffer.view(here, there.width, self.dim)).flatten(0, 1).index_select(0, slots)
+
+    def _unevenness(self, choice: Choice, heads: Headcount, counted: int) -> Tensor:
+        sums = choice.probabilities.sum(0) if counted else choice.probabilities.sum(0) * 0
+        if not self.axis.spread and self.axis.size > 1:
+            sums = leave_by_sum(sums, None, self.axis)
+            counted = sum(heads.tokens[i] for i in self._members())
+        return balance(heads.fractions.to(sums), sums / max(counted, 1))
+
+    def _members(self) -> list[int]:
+        """The places of the axis's ranks among everyone."""
+        if self.axis.group is None or self.everyone is None:
+            return [_place(self.everyone)]
+        ranks = dist.get_process_group_ranks(self.everyone)
+        return [ranks.index(rank) for rank in dist.get_process_group_ranks(self.axis.group)]
+
+
+def _place(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _exchange(rows: Tensor, there: Journey, axis: SplitAxis, home: bool = False) -> Tensor:
+    """Rows to the ranks of their experts, or back home."""
+    sent, came = (there.came, there.sent) if home else (there.sent, there.came)
+    forth = partial(swap, cut=0, cut_sizes=sent, join=0, join_sizes=came, axis=axis)
+    back = partial(swap, cut=0, cut_sizes=came, join=0, join_sizes=sent, axis=axis)
+    return move(rows, forth, back)

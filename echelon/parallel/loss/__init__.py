@@ -1,0 +1,1 @@
+"""What a loss averages over, and the weights that make the mean over ranks exact."""

@@ -1,0 +1,81 @@
+"""Count what the losses of a user's own loop average over, between one update and the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from echelon.parallel.loss.loss_reduction import Count, LossTerm, find_terms
+
+#: How a rank tells the others what kind of loss it has: their sum says whether all have the same.
+MEAN_CODE, SUM_CODE, UNKNOWN_CODE = 1.0, 2.0**20, 2.0**40
+
+
+@dataclass(frozen=True)
+class OwnCount:
+    """What all losses of one update average over; a sum or an unknown loss counts as one."""
+
+    kind: Literal["mean", "sum", "unknown"]
+    count: Count
+
+    @property
+    def code(self) -> float:
+        return {"mean": MEAN_CODE, "sum": SUM_CODE, "unknown": UNKNOWN_CODE}[self.kind]
+
+
+UNKNOWN = OwnCount("unknown", 1.0)
+
+
+class OwnLoopCounts:
+    """The counts of the losses that were given to ``backward`` since the last update."""
+
+    def __init__(self, op: str, say: Callable[[str], None]) -> None:
+        self._op, self._say = op, say
+        self._counts: list[OwnCount] = []
+        self._forms: dict[Hashable, bool] = {}  # by nodes of a loss on a GPU, whether its terms count alike
+
+    def add(self, loss: Tensor) -> None:
+        self._counts.append(self._count(loss))
+
+    def clear(self) -> None:
+        self._counts = []
+
+    @property
+    def known(self) -> OwnCount:
+        """The count that all losses share, if they do."""
+        if not self._counts:
+            return UNKNOWN
+        first = self._counts[0]
+        if len(self._counts) == 1 or self._counts.count(first) == len(self._counts):
+            return first
+        if all(each.kind == "mean" for each in self._counts):
+            self._say(
+                "loss: the losses of one update average over different numbers of targets, so that ranks count alike "
+                "in it; that is one process's number only where ranks have as many; engine.step() weighs each of them"
+            )
+        return UNKNOWN
+
+    def _count(self, loss: Tensor) -> OwnCount:
+        terms = [term for term in find_terms(loss, None) if term.kind != "weights"]
+        kinds = {term.kind for term in terms}
+        if kinds == {"sum"} and self._op == "auto":
+            return OwnCount("sum", 1.0)
+        is_one_mean = kinds == {"mean"} and self._count_alike(terms)
+        return OwnCount("mean", terms[0].count) if is_one_mean else UNKNOWN
+
+    def _count_alike(self, terms: Sequence[LossTerm]) -> bool:
+        """Return True if all terms average over as many targets, as those of label smoothing do.
+
+        On a GPU the numbers are read for the first loss of a form: reading them in each pass would wait for the device.
+        """
+        if len(terms) == 1:
+            return True
+        if not any(isinstance(term.count, Tensor) for term in terms):
+            return len({term.count for term in terms}) == 1
+        form = tuple((term.node, term.route) for term in terms)
+        if form not in self._forms:
+            self._forms[form] = len({float(term.count) for term in terms}) == 1
+        return self._forms[form]

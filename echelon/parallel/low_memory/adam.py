@@ -1,0 +1,213 @@
+"""Adam and AdamW on lean forms, in place of the one that was given; both share their parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW
+
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.optim.from_torch import require_plain
+from echelon.optim.fused import has_triton
+from echelon.optim.shared_groups import SharingOptimizer, share_groups
+from echelon.parallel.low_memory import formats, state_placement
+from echelon.parallel.low_memory.formats import BLOCK, Rule, State, seed_of
+from echelon.parallel.low_memory.host_ring import PIECE, Piece, Ring
+from echelon.strategy import Lean
+
+FIELDS = ("remainder", "first", "second", "first_scale", "second_scale")
+
+
+class Holds(Protocol):
+    """Copies of the state that are being made."""
+
+    def hold(self) -> None:
+        """Wait until they need it no more."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter. ``kept``: what the optimizer's state has of it, and so what a checkpoint does."""
+
+    name: str
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    pieces: list[Piece]
+    kept: dict[str, Any]
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The entries of the weight, or of its gradient, in the weight's order in memory."""
+        weight = self.parameter
+        if tensor.stride() != weight.stride():
+            tensor = torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class LeanAdam(SharingOptimizer):
+    """Weights become bf16 here, each where it is, one after the other; ``apply`` takes the steps."""
+
+    reads_later = True  #: stored state comes as functions that read it: there is no room for all of it twice
+
+    def __init__(self, source: torch.optim.Optimizer, settings: Lean, named: Mapping[str, nn.Parameter]) -> None:
+        require_plain("lean", source, (Adam, AdamW))
+        super().__init__([{**group} for group in source.param_groups], dict(source.defaults))
+        share_groups(self, source)
+        self.factor: Callable[[], float] = lambda: 1.0  #: what rates are multiplied by
+        self.copies: Callable[[], Holds | None] = lambda: None  #: what may still be reading the state
+        names = {id(parameter): name for name, parameter in named.items()}
+        members = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        exact = [_as_bf16(names[id(parameter)], parameter) for parameter, _ in members]
+        device = members[0][0].device if members else torch.device("cpu")
+        self.places = state_placement.choose([parameter.numel() for parameter, _ in members], settings, device)
+        states = self._make_states([parameter for parameter, _ in members])
+        self.entries: list[Entry] = []
+        count = 0
+        for (parameter, group), state, away, remainder in zip(members, states, self.places.on_host, exact, strict=True):
+            if remainder is not None:
+                state.remainder.copy_(remainder)
+            kept = self._state[parameter] = {"step": 0, **dict(zip(FIELDS, state.tensors(), strict=True))}
+            pieces = _cut(state, parameter.numel(), count, away)
+            count += len(pieces)
+            self.entries.append(Entry(names[id(parameter)], parameter, group, pieces, kept))
+        longest = max((piece.end - piece.begin for piece in self._pieces() if piece.on_host), default=0)
+        self._ring = Ring(device, longest) if longest else None
+        self._update = _kernel() if device.type == "cuda" and has_triton() else formats.update
+
+    def _pieces(self) -> Iterable[Piece]:
+        return (piece for entry in self.entries for piece in entry.pieces)
+
+    def _make_states(self, weights: list[nn.Parameter]) -> list[State]:
+        away = [weight for weight, there in zip(weights, self.places.on_host, strict=True) if there]
+        far = iter(state_placement.on_host(away, self) if away else ())
+        paired = zip(weights, self.places.on_host, strict=True)
+        return [next(far) if there else state_placement.on_device(weight) for weight, there in paired]
+
+    @property
+    def state(self) -> Any:
+        """All of it at home: who asks may read it."""
+        ring = self.__dict__.get("_ring")
+        if ring is not None:
+            ring.settle()
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
+
+    @property
+    def fills_host(self) -> bool:
+        """Whether host memory holds so much that it must not be copied there."""
+        return self.places.host_bytes > 0
+
+    def begin(self, entries: Iterable[Entry]) -> None:
+        """A step begins. Its gradients will come in this order, if nothing has changed."""
+        if (copies := self.copies()) is not None:
+            copies.hold()
+        if self._ring is not None:
+            self._ring.expect(piece for entry in entries for piece in entry.pieces if piece.on_host)
+
+    @torch.no_grad()
+    def apply(self, entry: Entry, grad: Tensor) -> None:
+        """One parameter's step, on the current stream. What backward has kept of it may not be used any more."""
+        entry.kept["step"] += 1
+        rule, weight, flat = self._rule(entry), entry.flat(entry.parameter.data), entry.flat(grad)
+        for piece in entry.pieces:
+            seed = seed_of(piece.number, entry.kept["step"])
+            here = slice(piece.begin, piece.end)
+            if not piece.on_host or self._ring is None:
+                self._update(weight[here], flat[here], piece.state, rule, seed)
+                continue
+            slot = self._ring.take(piece)
+            self._update(weight[here], flat[here], slot.holding(piece), rule, seed)
+            self._ring.give_back(piece, slot)
+        torch.autograd.graph.increment_version(entry.parameter)  # so that autograd refuses what needs the old one
+
+    @torch.no_grad()
+    def exact_weight(self, entry: Entry) -> Tensor:
+        """Return the fp32 weight of an entry whose remainder lies on the device."""
+        return formats.rejoined(entry.parameter.data, entry.kept["remainder"])
+
+    def _rule(self, entry: Entry) -> Rule:
+        group, step = entry.group, entry.kept["step"]
+        rate, decay = float(group["lr"]) * self.factor(), group["weight_decay"]
+        beta1, beta2 = map(float, group["betas"])
+        decoupled = group.get("decoupled_weight_decay", False)
+        return Rule(
+            betas=(beta1, beta2),
+            rests=(1 - beta1, 1 - beta2),
+            eps=group["eps"],
+            shrink=1 - rate * decay if decoupled else 1.0,
+            decay=0.0 if decoupled else decay,
+            stride=rate / (1 - beta1**step),
+            inverse=(1 - beta2**step) ** -0.5,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing is left to do: each parameter took its step when its gradient was there."""
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the state that is there: torch would turn it into what the weights are."""
+        if self._ring is not None:
+            self._ring.forget()
+        order = [parameter for group in self.param_groups for parameter in group["params"]]
+        kept = self.state
+        for index, found in state_dict["state"].items():
+            mine = kept[order[index]]
+            if set(found) != set(mine):
+                raise CheckpointError(
+                    "the checkpoint's optimizer state is not lean; go on with the strategy it was saved with"
+                )
+            for field in FIELDS:
+                stored = found[field]
+                mine[field].copy_(stored() if callable(stored) else stored)
+            mine["step"] = found["step"]
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+
+
+def attend(
+    optimizers: Mapping[str, torch.optim.Optimizer], factor: Callable[[], float], copies: Callable[[], Holds | None]
+) -> list[str]:
+    """Have them ask for what an engine knows; a line on each."""
+    lean = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LeanAdam)}
+    for optimizer in lean.values():
+        optimizer.factor, optimizer.copies = factor, copies
+    return [f"lean: {o.places}{f' (optimizer {key})' if len(lean) > 1 else ''}" for key, o in lean.items()]
+
+
+def _kernel() -> Callable[..., None]:
+    from echelon.parallel.low_memory import kernel
+
+    return kernel.update
+
+
+@torch.no_grad()
+def _as_bf16(name: str, parameter: nn.Parameter) -> Tensor | None:
+    """What the parameter loses by it; None where it was bf16 already."""
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise UsageError(f"lean: '{name}' is {parameter.dtype}; build the model in torch.float32 or torch.bfloat16")
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        parameter.data = parameter.data.contiguous()
+    parameter.grad = None
+    if parameter.dtype == torch.bfloat16:
+        return None
+    parameter.data, remainder = formats.rounded(parameter.data)
+    return remainder
+
+
+def _cut(state: State, entries: int, first: int, on_host: bool) -> list[Piece]:
+    remainder, first_codes, second_codes = (kept.as_strided((entries,), (1,)) for kept in state.tensors()[:3])
+    pieces = []
+    for number, begin in enumerate(range(0, entries, PIECE), start=first):
+        end = min(begin + PIECE, entries)
+        blocks = slice(begin // BLOCK, -(-end // BLOCK))
+        codes = remainder[begin:end], first_codes[begin:end], second_codes[begin:end]
+        part = State(*codes, state.first_scale[blocks], state.second_scale[blocks])
+        pieces.append(Piece(number, begin, end, part, on_host))
+    return pieces

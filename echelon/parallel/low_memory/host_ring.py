@@ -1,0 +1,119 @@
+"""State that lives in host memory, on its way: in before its gradient is there, out again after the update.
+
+Both ways run side by side on streams of their own while the device computes backward. Which pieces come next is what
+came last time; where that is wrong, the right one is fetched and the device waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from echelon.parallel.low_memory.formats import BLOCK, State
+
+PIECE = 1 << 25  # entries that are updated at once: 135 MB of state
+SLOTS = 8  # places on the device for pieces from the host
+
+
+@dataclass(eq=False)
+class Piece:
+    """A run of entries of one parameter.
+
+    number: of all pieces; chance goes by it
+    state:  where it lives
+    left:   on the device's way back to the host: when its state has arrived there
+    """
+
+    number: int
+    begin: int
+    end: int
+    state: State
+    on_host: bool
+    left: torch.cuda.Event | None = None
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place on the device for the state of one piece."""
+
+    state: State
+    came: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    free: torch.cuda.Event | None = None  # when what it held has left
+
+    def holding(self, piece: Piece) -> State:
+        return State(*(place[: there.numel()] for place, there in _pairs(self.state, piece.state)))
+
+
+class Ring:
+    """The slots, in turn."""
+
+    def __init__(self, device: torch.device, longest: int) -> None:
+        self._device = device
+        self._inward, self._outward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._free = deque(Slot(_empty(min(longest, PIECE), device)) for _ in range(SLOTS))
+        self._coming: deque[tuple[Piece, Slot]] = deque()
+        self._expected: deque[Piece] = deque()
+
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """These will be asked for, in this order; the first set out at once."""
+        self.forget()
+        self._expected = deque(pieces)
+        self._fetch_ahead()
+
+    def forget(self) -> None:
+        """What is under way will not be asked for."""
+        self._expected.clear()
+        while self._coming:
+            self._free.append(self._coming.popleft()[1])
+
+    def take(self, piece: Piece) -> Slot:
+        """The slot with this piece's state, which the current stream may use from now on."""
+        if not self._coming or self._coming[0][0] is not piece:
+            self.forget()
+            self._fetch(piece)
+        _, slot = self._coming.popleft()
+        torch.cuda.current_stream(self._device).wait_event(slot.came)
+        return slot
+
+    def give_back(self, piece: Piece, slot: Slot) -> None:
+        """The current stream has changed it; it goes home."""
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
+            for here, there in _pairs(slot.holding(piece), piece.state):
+                there.copy_(here, non_blocking=True)
+        piece.left = slot.free = self._outward.record_event()
+        self._free.append(slot)
+        self._fetch_ahead()
+
+    def settle(self) -> None:
+        """Wait until all state is at home."""
+        self._outward.synchronize()
+
+    def _fetch_ahead(self) -> None:
+        while self._expected and self._free:
+            self._fetch(self._expected.popleft())
+
+    def _fetch(self, piece: Piece) -> None:
+        slot = self._free.popleft()
+        for before in (slot.free, piece.left):
+            if before is not None:
+                self._inward.wait_event(before)
+        with torch.cuda.stream(self._inward):
+            for here, there in _pairs(slot.holding(piece), piece.state):
+                here.copy_(there, non_blocking=True)
+        slot.came.record(self._inward)
+        self._coming.append((piece, slot))
+
+
+def _pairs(one: State, other: State) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(one.tensors(), other.tensors(), strict=True)
+
+
+def _empty(entries: int, device: torch.device) -> State:
+    blocks = -(-entries // BLOCK)
+    kinds = ((entries, torch.int16), (entries, torch.int8), (entries, torch.uint8))
+    codes = [torch.empty(count, dtype=dtype, device=device) for count, dtype in kinds]
+    return State(*codes, *(torch.empty(blocks, device=device) for _ in range(2)))

@@ -1,0 +1,71 @@
+"""Refuse optimizers whose step looks further than at what a rank holds, of any library."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.optim.step_reach import Reach, find_reach
+from echelon.plan import Plan
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+_NEEDS = {Reach.PARAMETER: "whole parameters", Reach.ALL: "all parameters together"}
+_OURS = {"lamb": "Strategy(lamb=True)", "lars": "Strategy(lars=True)"}
+
+
+def check_reach(plan: Plan, optimizers: Optimizers, model: nn.Module, cut: Collection[str]) -> list[str]:
+    """Refuse an optimizer that cannot step what this rank holds; return lines on those of which it cannot be told.
+
+    cut: names of parameters of which this rank holds a part
+    """
+    sharded = plan.shard is not None and plan.mesh["replicate"] > 1
+    if not (sharded or plan.in_parts):
+        return []
+    parted = {id(value) for name, value in model.named_parameters() if name in cut}
+    known: dict[Any, Reach | str] = {}
+    lines: dict[str, None] = {}
+    for key, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            found = _reach(optimizer, group, known)
+            in_parts = sharded or any(id(parameter) in parted for parameter in group["params"])
+            if isinstance(found, str):
+                lines[_doubt(key, optimizer, found)] = None
+            elif found is Reach.ALL or (found is Reach.PARAMETER and in_parts):
+                raise UsageError(_refusal(key, optimizer, found, plan, sharded, in_parts))
+    return list(lines)
+
+
+def _reach(optimizer: torch.optim.Optimizer, group: dict[str, Any], known: dict[Any, Reach | str]) -> Reach | str:
+    """Groups that differ in their rate alone step alike."""
+    settings = sorted((name, repr(value)) for name, value in group.items() if name not in ("params", "lr"))
+    key = id(optimizer), tuple(each for each in settings if each[0] != "initial_lr")
+    if key not in known:
+        known[key] = find_reach(optimizer, group)
+    return known[key]
+
+
+def _refusal(
+    key: str, optimizer: torch.optim.Optimizer, reach: Reach, plan: Plan, sharded: bool, in_parts: bool
+) -> str:
+    kind = type(optimizer).__name__
+    ours = next((f" (with {ours} for {name.upper()})" for name, ours in _OURS.items() if name in kind.lower()), "")
+    use = f"use Adam, AdamW or SGD{ours}"
+    needs = f"optimizer '{key}' is {kind}, whose step needs {_NEEDS[reach]}"
+    if sharded:
+        return f"{needs}, and sharding gives it parts; {use}, or train without sharding"
+    if in_parts or plan.mesh.get("stage", 1) == 1:
+        return f"{needs}, and split() gives it parts; {use}, or train without split()"
+    return f"{needs}, and a pipeline gives it those of its own stages; {use}, or train without stages"
+
+
+def _doubt(key: str, optimizer: torch.optim.Optimizer, why: str) -> str:
+    return (
+        f"optimizer '{key}' is {type(optimizer).__name__}, of which it cannot be told whether its step needs whole "
+        f"parameters ({why}); ranks hold parts here, and the numbers are one process's only if it looks at each entry "
+        "alone, as Adam does"
+    )

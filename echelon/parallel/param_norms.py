@@ -1,0 +1,38 @@
+"""Norms of whole parameters, for optimizers that go by them (LARS, LAMB) and hold only parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from echelon.distributed.collectives import start_small_sum
+from echelon.distributed.local_state import Holdings
+from echelon.distributed.mesh_groups import Grid
+from echelon.optim.layerwise import Layerwise
+
+
+def add_up_norms(
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    holdings: Holdings,
+    cut: Collection[str],
+    sharded: Collection[str],
+    grid: Grid,
+) -> None:
+    """LARS and LAMB go by the norms of whole parameters: let them add up those of the parts."""
+    names = holdings.names
+    shared_out = {name for name in sharded if not holdings.layouts[name].is_whole}  # what cannot be cut is on all ranks
+    axes = [(cut, grid.group("split")) if cut else None, (shared_out, grid.group("replicate")) if sharded else None]
+    groups = [(parts, group) for parts, group in filter(None, axes) if group is not None]
+
+    def add_up(parameters: list[Tensor], squares: Tensor) -> Tensor:
+        for parts, group in groups:
+            parted = torch.tensor([names[id(p)] in parts for p in parameters], device=squares.device)
+            total = start_small_sum(torch.where(parted, squares, torch.zeros_like(squares)), group)()
+            squares = torch.where(parted, total, squares)
+        return squares
+
+    for optimizer in optimizers.values():
+        if isinstance(optimizer, Layerwise) and groups:
+            optimizer.sum_squares = add_up

@@ -1,0 +1,145 @@
+"""The pipeline loop: one rank does its actions in order, and hands on what other stages need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from time import monotonic
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from echelon.base.errors import EchelonError
+from echelon.distributed.activity import activity
+from echelon.parallel.pipeline.comm_plan import Deed, Message, Route, Transfer
+from echelon.parallel.pipeline.transport import Exchange, Links
+from echelon.plan.schedule import Action
+
+__all__ = ["Runner", "Transfer", "run_schedule"]
+
+Part = Literal["B", "I", "W"]
+
+
+class Runner(Protocol):
+    """Runs one stage for one micro-batch."""
+
+    def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
+        """What other stages need, by key. ``received`` are leaves; a key that was sent as None is not among them."""
+        ...
+
+    def backward(
+        self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Part
+    ) -> Mapping[str, Tensor | None]:
+        """Gradients of what was received, by key; one that is missing or None is none.
+
+        ``gradients``: of what forward returned and wants one. For W it is empty, and nothing comes back.
+        """
+        ...
+
+
+def run_schedule(
+    schedule: Sequence[Sequence[Action]],
+    runner: Runner,
+    transfers: Sequence[Transfer],
+    links: Links,
+    signature: Hashable | Callable[[int], Hashable],
+) -> None:
+    """Do this rank's part of ``schedule``, which is that of all ranks: it tells who sends what first.
+
+    ``signature`` stands for the shapes of a micro-batch's inputs, the same on all ranks; a function where micro-batches
+    differ. Where it is new, shapes are announced. What goes wrong names the rank, the stage and the micro-batch, and
+    leaves without waiting for anybody.
+    """
+    found = links.route(schedule, transfers)
+    of_micro = signature if callable(signature) else lambda micro: signature
+    loop = _Loop(runner, found, Exchange(links, found, of_micro))
+    for deed in found.deeds:
+        try:
+            loop.perform(deed)
+        except Exception as error:
+            stage, micro = deed.action.stage, deed.action.micro
+            _name_the_place(error, f"rank {links.ranks[links.place]}, stage {stage}, micro-batch {micro}")
+            raise
+    loop.exchange.finish()
+
+
+class _Loop:
+    def __init__(self, runner: Runner, route: Route, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._runner, self._route = runner, route
+        self._handed: dict[Message, list[Tensor | None]] = {}  # between stages of this rank
+        self._wanted: dict[Message, list[bool]] = {}  # and whether each wants a gradient
+
+    def perform(self, deed: Deed) -> None:
+        since = monotonic() if activity.recorder is not None else 0.0
+        self.exchange.expect(deed.soon)
+        action = deed.action
+        if action.kind == "F":
+            self._forward(deed)
+        elif action.kind == "W":
+            self._runner.backward(action.stage, action.micro, {}, "W")
+        else:
+            self._backward(deed, action.kind)
+        if activity.recorder is not None:
+            activity.recorder.acted(action, since)
+
+    def _forward(self, deed: Deed) -> None:
+        received = {
+            key: tensor
+            for message in deed.needs
+            for key, tensor in zip(self._keys(message), self._receive(message), strict=True)
+            if tensor is not None
+        }
+        made = self._runner.forward(deed.action.stage, deed.action.micro, received)
+        for message in deed.sends:
+            self._send(message, [made[key] for key in self._keys(message)])
+
+    def _backward(self, deed: Deed, part: Part) -> None:
+        gradients: dict[str, Tensor | None] = {}
+        for message in deed.needs:  # by target, so that sums have one order
+            wanted, came = self._wants(message), self._receive(message)
+            for key, wants, gradient in zip(self._keys(message), wanted, came, strict=True):
+                if wants:
+                    gradients[key] = _sum(gradients.get(key), gradient)
+        found = self._runner.backward(deed.action.stage, deed.action.micro, gradients, part)
+        for message in deed.sends:
+            pairs = zip(self._keys(message), self._wants(message), strict=True)
+            self._send(message, [found.get(key) if wants else None for key, wants in pairs])
+
+    def _keys(self, message: Message) -> tuple[str, ...]:
+        return self._route.keys[message.edge]
+
+    def _wants(self, message: Message) -> list[bool]:
+        if self._route.is_local(message):
+            return self._wanted[message._replace(backward=False)]
+        return self.exchange.wants_gradients(message)
+
+    def _receive(self, message: Message) -> list[Tensor | None]:
+        if self._route.is_local(message):
+            return self._handed.pop(message)
+        return self.exchange.receive_gradients(message) if message.backward else self.exchange.receive(message)
+
+    def _send(self, message: Message, tensors: list[Tensor | None]) -> None:
+        if not self._route.is_local(message):
+            (self.exchange.send_gradients if message.backward else self.exchange.send)(message, tensors)
+        elif message.backward:
+            self._handed[message] = tensors
+        else:
+            wanted = [tensor is not None and tensor.requires_grad and self._route.trains for tensor in tensors]
+            self._wanted[message] = wanted
+            self._handed[message] = [
+                None if tensor is None else tensor.detach().requires_grad_(wants)
+                for tensor, wants in zip(tensors, wanted, strict=True)
+            ]
+
+
+def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total + gradient
+
+
+def _name_the_place(error: Exception, place: str) -> None:
+    if isinstance(error, EchelonError):
+        error.args = (f"{place}: {error}", *error.args[1:])
+    else:
+        error.add_note(f"echelon: at {place}")

@@ -1,0 +1,415 @@
+"""Running one stage of a pipeline: the user's whole forward, of which only this stage's part costs anything.
+
+Own units compute. A unit of an earlier stage returns what was received where this stage needs it, and placeholders
+where not, so that glue which nobody needs here costs next to nothing. The first call of a later stage's unit ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from echelon.base.errors import UsageError
+from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, Glue, surroundings
+from echelon.parallel.pipeline.placeholder_pool import Loans, renewed
+from echelon.parallel.tensor.sharded_activation import whole
+from echelon.plan.fake_forward import foretell, is_placeholder, mixing, placeholder
+from echelon.plan.module_calls import call_plainly, listening, make_heard, mark_elsewhere
+from echelon.plan.pytree import Parts, take_apart, tensors_of
+from echelon.plan.stage_trace import Recording
+
+Part = Literal["B", "I", "W"]
+AUXILIARY = "auxiliary_loss"
+
+
+class Deferred(Protocol):
+    """As a context around forward and backward: gradients of weights are left out, for ``run`` to compute."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+    def run(self) -> None: ...
+
+
+class BatchLoss(Protocol):
+    """From a batch to the model's output and its loss."""
+
+    def __call__(self, batch: Any) -> tuple[Any, Tensor]: ...
+
+    def take_seen(self) -> Any: ...
+
+
+class StageWeights(Protocol):
+    """What the losses of a micro-batch are multiplied by before backward."""
+
+    def of_loss(self, micro: int, loss: Tensor) -> Tensor | float: ...
+
+    def of_auxiliary(self, micro: int) -> Tensor | float: ...
+
+
+Weighted = tuple[Tensor, Tensor | float]
+
+
+class PassEnded(BaseException):
+    """The first module of a later stage was called. Not an Exception: user code that catches those must let it pass."""
+
+
+Seen = dict[str, Parts]  # by call of a unit, what it returned, as placeholders
+
+
+class StageRunner:
+    """Runs the stages that live on this rank, one micro-batch at a time, in whatever order a schedule asks for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: BatchLoss,
+        recording: Recording,
+        stages: Sequence[int],
+        device: torch.device,
+        defer: Callable[[], Deferred] | None = None,
+    ) -> None:
+        self._call, self._recording, self._device, self._defer = call, recording, device, defer
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._units = {name: modules[name] for name in recording.units}
+        self._plans = {stage: _StagePlan(recording, stage) for stage in stages}
+        self._own = {
+            stage: [part for name, at in recording.units.items() if at == stage for part in self._units[name].modules()]
+            for stage in stages
+        }
+        self._glue = Glue()
+        self._outlook = _Outlook(self._glue)
+        self._lent: dict[Hashable, Tensor] = {}
+        self._seen: dict[int, Seen] = {}
+        self._running: dict[tuple[int, int], _Kept] = {}
+        self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._batches: Sequence[Any] = ()
+        self._weights: StageWeights | None = None  # None when not training
+        self._training = False
+        self.losses: dict[int, Tensor] = {}  #: per micro-batch, unweighted; only where the last stage is
+        self.auxiliary: dict[int, Tensor] = {}  #: per micro-batch, unweighted: the sum over this rank's units
+        self.seen: dict[int, Any] = {}  #: the same, how the loss was computed
+        self.outputs: dict[int, Any] = {}  #: per micro-batch, when not training; only where the last stage is
+        self._undo = make_heard(model, recording.units)
+        for name, stage in recording.units.items():
+            if stage not in stages:
+                mark_elsewhere(self._units[name], stage)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._undo()
+
+    def begin(self, micro_batches: Sequence[Any], weights: StageWeights | None) -> None:
+        """A step of training, in which ``weights`` multiply each micro-batch's losses before backward; else forward
+        alone."""
+        self._batches, self._weights, self._training = micro_batches, weights, weights is not None
+        self._running.clear()  # a step that was given up
+        # Where several stages live here, one need not ask what another's units return: it has seen it.
+        self._seen = {micro: {} for micro in range(len(micro_batches))} if len(self._plans) > 1 else {}
+        self._deferred.clear()
+        self.losses, self.auxiliary, self.outputs, self.seen = {}, {}, {}, {}
+
+    # ---- forward ----
+
+    def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
+        """What other stages need, by key; it requires a gradient where this stage can use one.
+
+        ``received``: leaves, which require a gradient where their maker can use one.
+        """
+        plan = self._plans[stage]
+        _forget_auxiliary(self._own[stage])
+        leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
+        loans = Loans(self._lent, (stage, micro))
+        running = _Pass(plan, self._units, leaves, self._outlook, self._glue, loans, self._seen.get(micro))
+        deferred = self._defer() if self._defer and self._training else None
+        with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
+            result = running.run(self._call, plan.batch(self._batches[micro], loans))
+        roots = {key: running.made.get(key) for key in plan.sent}
+        ends = self._collect_auxiliary(stage, micro)
+        if plan.is_last:
+            ends += self._collect_result(micro, result)
+        if self._training:
+            self._running[stage, micro] = _Kept(roots, ends, leaves)
+            if deferred:
+                self._deferred[stage, micro] = deferred
+        return {key: None if root is None else _to_send(root) for key, root in roots.items()}
+
+    def _collect_result(self, micro: int, result: tuple[Any, Tensor] | None) -> list[Weighted]:
+        if result is None or any(map(is_placeholder, tensors_of(result[1] if self._training else result))):
+            raise _other_way("the loss")
+        output, loss = result
+        self.losses[micro] = loss.detach()
+        if self._weights is not None:
+            return [(loss, self._weights.of_loss(micro, loss))]
+        self.outputs[micro], self.seen[micro] = output, self._call.take_seen()
+        return []
+
+    def _collect_auxiliary(self, stage: int, micro: int) -> list[Weighted]:
+        left = [part.__dict__[AUXILIARY] for part in self._own[stage] if AUXILIARY in part.__dict__]
+        found = [value for value in left if value is not None]
+        for value in found:
+            self.auxiliary[micro] = self.auxiliary.get(micro, torch.zeros((), device=value.device)) + value.detach()
+        if found:
+            _forget_auxiliary(self._own[stage])
+        weight = self._weights.of_auxiliary(micro) if found and self._weights is not None else 0.0
+        return [(value, weight) for value in found]
+
+    # ---- backward ----
+
+    def backward(
+        self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Part
+    ) -> Mapping[str, Tensor | None]:
+        """From the gradients of what forward returned to those of what it had received.
+
+        B is everything. I leaves gradients of weights for W, as far as they can be deferred.
+        """
+        if part == "W":
+            self._run_deferred(stage, micro)
+            return {}
+        kept = self._running.pop((stage, micro))
+        with self._deferred.get((stage, micro)) or contextlib.nullcontext():
+            kept.backward(gradients)
+        _forget_auxiliary(self._own[stage])  # recomputing has set them again
+        if part == "B":
+            self._run_deferred(stage, micro)
+        return {key: leaf.grad for key, leaf in kept.leaves.items()}
+
+    def _run_deferred(self, stage: int, micro: int) -> None:
+        deferred = self._deferred.pop((stage, micro), None)
+        if deferred is not None:
+            deferred.run()
+
+
+class _StagePlan:
+    """What the recording says about one stage."""
+
+    def __init__(self, recording: Recording, stage: int) -> None:
+        self.stage, self.is_last, self.units = stage, stage == recording.stages - 1, recording.units
+        out = [one for one in recording.transfers if one.source == stage]
+        self.sent = tuple(dict.fromkeys(one.key for one in out))
+        self.copied = {one.key for one in out if one.changed_at_source}
+        self.kept = set(recording.kept[stage])
+        self.changed = {one.key for one in recording.transfers if one.target == stage and one.changed_at_target}
+        self._inputs, self._written = recording.inputs[stage], recording.written
+        self.own = {name for name, at in recording.units.items() if at == stage}
+
+    def batch(self, whole: Any, loans: Loans) -> Any:
+        """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
+        flat = type(whole) is tuple and all(isinstance(leaf, Tensor) for leaf in whole)
+        leaves, structure = (whole, None) if flat else tree_flatten(whole)
+        if len(leaves) != len(self._inputs):
+            raise UsageError(
+                f"the batch has {len(leaves)} parts, but had {len(self._inputs)} when stages were cut; give batches of "
+                "one structure"
+            )
+        mine = [
+            leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed, loans)
+            for at, (leaf, needed) in enumerate(zip(leaves, self._inputs, strict=True))
+        ]
+        return tuple(mine) if structure is None else tree_unflatten(mine, structure)
+
+    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: Loans) -> Tensor:
+        if not needed:
+            return loans.given(f"batch/{at}", leaf)
+        return leaf.clone() if at in self._written else leaf
+
+
+class _Kept:
+    """What backward of one pass needs."""
+
+    def __init__(self, roots: Mapping[str, Tensor | None], ends: list[Weighted], leaves: Mapping[str, Tensor]) -> None:
+        self._roots, self._ends, self.leaves = roots, ends, leaves
+
+    def backward(self, gradients: Mapping[str, Tensor | None]) -> None:
+        tensors: list[Tensor] = [end * weight for end, weight in self._ends if end.requires_grad]
+        given: list[Tensor | None] = [None] * len(tensors)
+        for key, root in self._roots.items():
+            gradient = gradients.get(key)
+            if root is not None and root.requires_grad and gradient is not None:
+                tensors.append(root)
+                given.append(gradient)
+        self._roots, self._ends = {}, []
+        if tensors:
+            torch.autograd.backward(tensors, given)
+
+
+# ---- one pass ----
+
+T = TypeVar("T")
+
+
+class _Pass:
+    """Answers the calls of units while the user's forward runs for one stage."""
+
+    def __init__(
+        self,
+        plan: _StagePlan,
+        units: Mapping[str, nn.Module],
+        received: Mapping[str, Tensor],
+        outlook: _Outlook,
+        glue: Glue,
+        loans: Loans,
+        seen: Seen | None,
+    ) -> None:
+        self._plan, self._units, self._received, self._seen = plan, units, received, seen
+        self._outlook, self._glue, self._loans = outlook, glue, loans
+        self._calls: Counter[str] = Counter()
+        self._versions: dict[str, int] = {}
+        self.made: dict[str, Tensor] = {}  #: what other stages need
+
+    def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
+        """What ``call`` returns, or None where this stage ends before it does."""
+        try:
+            with listening(self._unit_called), mixing(), self._glue:
+                result: T | None = call(batch)
+        except PassEnded:
+            result = None
+        except Exception as error:
+            if not _about_placeholders(error):
+                raise
+            if not self._is_done():
+                raise _other_way(f"stage {self._plan.stage}") from None
+            result = None  # all that is left is glue of later stages, and it looks at values
+        finally:
+            self._loans.settle()
+        self._refuse_changes()
+        return result
+
+    def _unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage = self._plan.units[name]
+        if module is not self._units[name]:  # a copy of the unit
+            return call_plainly(module, args, kwargs)
+        if stage > self._plan.stage:
+            raise PassEnded
+        prefix = f"{name}#{self._calls[name]}"
+        self._calls[name] += 1
+        if stage < self._plan.stage:
+            return self._foreign(name, prefix, module, args, kwargs)
+        return self._own(name, prefix, call_plainly(module, args, kwargs))
+
+    def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen = self._seen.get(prefix) if self._seen is not None else None
+        parts = seen or self._outlook.on(name, module, args, kwargs)
+        return parts.together([self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves)])
+
+    def _arrived(self, key: str, leaf: Any) -> Any:
+        if key not in self._received:
+            return self._loans.made(key, leaf) if isinstance(leaf, Tensor) else leaf
+        tensor = self._received[key]
+        return tensor.clone() if key in self._plan.changed else tensor
+
+    def _own(self, name: str, prefix: str, output: Any) -> Any:
+        parts = take_apart(whole(output))  # a tensor that is split over ranks is gathered where a unit ends
+        if any(map(is_placeholder, parts.leaves)):
+            raise _other_way(f"'{name}'")
+        if self._seen is not None:
+            self._seen[prefix] = self._for_other_stages(prefix, parts)
+        return parts.together(
+            [
+                self._leaving(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf
+                for at, leaf in enumerate(parts.leaves)
+            ]
+        )
+
+    def _for_other_stages(self, prefix: str, output: Parts) -> Parts:
+        return take_apart(output.together(self._loans.all_made(f"seen/{prefix}", output.leaves)))
+
+    def _leaving(self, key: str, leaf: Tensor) -> Tensor:
+        """What glue of this pass gets: nothing real where only other stages use it."""
+        if key in self._plan.sent:
+            self.made[key] = leaf.clone() if key in self._plan.copied and key in self._plan.kept else leaf
+            self._versions[key] = self.made[key]._version
+        return leaf if key in self._plan.kept else self._loans.made(key, leaf)
+
+    def _is_done(self) -> bool:
+        return all(self._calls[name] for name in self._plan.own) and set(self._plan.sent) <= set(self.made)
+
+    def _refuse_changes(self) -> None:
+        for key, made in self.made.items():
+            if made._version != self._versions[key]:
+                raise UsageError(
+                    f"the forward changes what '{key.rpartition('#')[0]}' returns in place, and did not when stages "
+                    "were cut; change a copy of it"
+                )
+
+
+class _Outlook:
+    """What foreign units return, as placeholders. Asked of each unit once for each kind of input."""
+
+    def __init__(self, glue: Glue) -> None:
+        self._glue = glue
+        self._known: dict[Hashable, Parts] = {}
+
+    def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        """Of the very placeholders of an earlier pass the glue knows at once, without looking at them."""
+        asked = self._glue.question(name, module.training, args, kwargs)
+        if asked is None:
+            return self._told(name, module, args, kwargs)
+        known = self._glue.recall(asked[0]) or self._glue.keep(*asked, [], self._told(name, module, args, kwargs))
+        found: Parts = known.result
+        return found
+
+    def _told(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        given = take_apart((args, kwargs))
+        key = (name, module.training, surroundings(), given.pattern, *map(_looks, given.leaves))
+        try:
+            if key in self._known:
+                return self._known[key]
+        except TypeError:  # an argument that cannot be compared
+            return self._ask(module, args, kwargs)
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        return self._known.setdefault(key, self._ask(module, args, kwargs))
+
+    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        with torch._C.DisableTorchFunction():  # a deferral must not count this as a use of weights
+            return _bare(take_apart(foretell(module, args, kwargs)))
+
+
+def _bare(output: Parts) -> Parts:
+    """The same with placeholders of its own: tensors of a pass would live on in them, by their history."""
+    again = take_apart(output.together(placeholder(x) if isinstance(x, Tensor) else x for x in output.leaves))
+    lent = [renewed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
+    return Parts(lent, again.pattern, again.together)
+
+
+def _looks(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.layout
+    return type(leaf), leaf
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _to_send(root: Tensor) -> Tensor:
+    """Without its history, which would live as long as the message."""
+    return root.detach().requires_grad_(root.requires_grad)
+
+
+def _forget_auxiliary(parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        if AUXILIARY in part.__dict__:
+            part.__dict__[AUXILIARY] = None
+
+
+def _about_placeholders(error: Exception) -> bool:
+    """Whether torch says that an operation needs the values of a placeholder."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def _other_way(what: str) -> UsageError:
+    return UsageError(
+        f"{what} needs a value that it did not need when stages were cut: the forward takes another way now; decide "
+        "inside a module with a stage, or cut the stages with a batch that goes this way"
+    )

@@ -1,5 +1,0 @@
-"""Sharding over replicas (ZeRO 1, 2, 3), with offload: each replica holds and steps a part of every parameter."""
-
-from echelon.parallel.shard.shards import Shards
-
-__all__ = ["Shards"]

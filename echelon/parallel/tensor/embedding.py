@@ -1,0 +1,83 @@
+"""Embeddings over the vocabulary: each rank looks up the tokens it holds, and the sum has each token once.
+
+By columns instead, each rank holds some features of every token, and nothing is summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.parallel.tensor.linear import Exit
+from echelon.parallel.tensor.sharded_activation import Spread
+from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
+from echelon.parallel.tensor.split_collectives import gather, gather_rows
+from echelon.parallel.tensor.split_spec import Piece, Refused, ranges_of, require_gather, require_own_forward, widths
+from echelon.strategy.annotations.marks import Split
+
+
+class VocabularyEmbedding(nn.Embedding):
+    axis: SplitAxis
+    begin: int
+    end: int
+    leave: Exit
+
+    def forward(self, tokens: Tensor) -> Any:
+        tokens, rows = _everyones(tokens, self.axis)
+        return self.leave(self._look_up(tokens), rows, None)
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        here = (tokens >= self.begin) & (tokens < self.end)
+        if self.begin == self.end:  # no tokens here, but a gradient of that size
+            return self.weight.new_zeros(*tokens.shape, self.embedding_dim) + self.weight.sum()
+        if self.sparse:  # only true hits, or the gradient would name a row that nobody asked for
+            found = self.weight.new_zeros(*tokens.shape, self.embedding_dim)
+            return found.index_put((here,), self._rows(tokens[here] - self.begin))
+        # What is no token at all stays out of range, for torch to complain about as ever.
+        elsewhere = ~here & (tokens >= 0) & (tokens < self.num_embeddings)
+        found = self._rows((tokens - self.begin).masked_fill(elsewhere, 0))
+        return found.masked_fill(~here[..., None], 0)
+
+    def _rows(self, local: Tensor) -> Tensor:
+        padding = self.padding_idx
+        mine = padding is not None and self.begin <= padding < self.end
+        return F.embedding(
+            local, self.weight, padding - self.begin if mine and padding is not None else None, sparse=self.sparse
+        )
+
+
+class ColumnEmbedding(nn.Embedding):
+    axis: SplitAxis
+    sizes: Sizes
+    gather: bool
+
+    def forward(self, tokens: Tensor) -> Any:
+        tokens, rows = _everyones(tokens, self.axis)
+        local = F.embedding(tokens, self.weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
+        return Spread(local, -1, self.sizes, self.axis, rows) if self.gather else local
+
+
+def _everyones(tokens: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
+    if not axis.spread:
+        return tokens, None
+    rows = gather_rows(tokens, axis)
+    axis.memory.rows = rows
+    return gather(tokens, 0, rows, axis), rows
+
+
+def embedding_pieces(module: nn.Embedding, mark: Split, axis: SplitAxis) -> list[Piece]:
+    require_own_forward(module, nn.Embedding)
+    if module.max_norm is not None:
+        raise Refused("has max_norm, which changes rows while they are looked up; normalize them yourself")
+    if mark.how == "column":
+        ranges = ranges_of(module.embedding_dim, mark, axis)
+        facts: dict[str, Any] = {"axis": axis, "sizes": widths(ranges), "gather": mark.gather}
+        return [Piece(module, ColumnEmbedding, facts, {"weight": {1: (ranges[axis.rank],)}})]
+    require_gather(mark, "an embedding split over its vocabulary")
+    if module.scale_grad_by_freq:
+        raise Refused('has scale_grad_by_freq, which cannot be split over the vocabulary; use split(how="column")')
+    begin, end = ranges_of(module.num_embeddings, mark, axis)[axis.rank]
+    facts = {"axis": axis, "begin": begin, "end": end, "leave": Exit(mark, axis)}
+    return [Piece(module, VocabularyEmbedding, facts, {"weight": {0: ((begin, end),)}})]

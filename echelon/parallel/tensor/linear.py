@@ -1,0 +1,101 @@
+"""Linear layers by columns (outputs) and by rows (inputs).
+
+A column layer's output is a Spread that a row layer takes as it is: the pair costs one sum forward and one backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.base.errors import UsageError
+from echelon.parallel.tensor.mappings import leave_by_sum, leave_to_part
+from echelon.parallel.tensor.sharded_activation import Spread, take_in, take_part
+from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
+from echelon.parallel.tensor.split_spec import Piece, ranges_of, require_gather, require_own_forward, widths
+from echelon.strategy.annotations.marks import Split
+
+
+class Exit:
+    """How a layer whose ranks hold addends hands on their sum: whole, or each rank its part of the sequence."""
+
+    def __init__(self, mark: Split, axis: SplitAxis) -> None:
+        self._axis, self._sequence, self._weights = axis, mark.sequence, mark.weights
+
+    def __call__(self, local: Tensor, rows: Sizes | None, bias: Tensor | None) -> Any:
+        """``bias`` is added once, after the sum."""
+        if not self._sequence:
+            return _plus(leave_by_sum(local, rows, self._axis), bias)
+        if local.dim() < 3:
+            raise UsageError(
+                f"split(sequence=True) cuts dimension 1, but the activations are {local.dim()}-dimensional; "
+                "leave sequence out, or give batch x sequence x features"
+            )
+        sizes = self._axis.sizes(local.shape[1], self._weights)
+        part = leave_to_part(local, 1, sizes, self._axis)
+        return Spread(_plus(part, bias), 1, sizes, self._axis)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype)
+
+
+class ColumnLinear(nn.Linear):
+    axis: SplitAxis
+    sizes: Sizes
+    gather: bool
+
+    def forward(self, x: Any) -> Any:
+        entered, rows = take_in(x, self.axis)
+        local = F.linear(entered, self.weight, self.bias)
+        self.axis.memory.parts_about |= not self.gather
+        return Spread(local, -1, self.sizes, self.axis, rows) if self.gather else local
+
+
+class RowLinear(nn.Linear):
+    axis: SplitAxis
+    sizes: Sizes
+    leave: Exit
+
+    def forward(self, x: Any) -> Any:
+        local, rows = self._part(x)
+        return self.leave(F.linear(local, self.weight), rows, self.bias)
+
+    def _part(self, x: Any) -> tuple[Tensor, Sizes | None]:
+        mine = self.sizes[self.axis.rank]
+        if self.axis.memory.parts_about and isinstance(x, Tensor) and x.shape[-1] == mine != self.in_features:
+            return x, known_rows(x, self.axis)
+        return take_part(x, -1, self.sizes, self.axis)
+
+
+def known_rows(local: Tensor, axis: SplitAxis) -> Sizes | None:
+    """In spread mode, whose rows a plain local tensor has: those that entered last."""
+    rows = axis.memory.rows
+    if not axis.spread:
+        return None
+    if rows is None or sum(rows) != local.shape[0]:
+        raise UsageError(
+            f"split beside replicate: {local.shape[0]} rows of a local part are not those of the split layer before "
+            f"({rows}); keep dimension 0, or leave gather=False out"
+        )
+    return rows
+
+
+def linear_pieces(module: nn.Linear, mark: Split, axis: SplitAxis) -> list[Piece]:
+    require_own_forward(module, nn.Linear)
+    if mark.how == "row":
+        return [row_linear(module, mark, axis)]
+    ranges = ranges_of(module.out_features, mark, axis)
+    mine = {0: (ranges[axis.rank],)}
+    facts = {"axis": axis, "sizes": widths(ranges), "gather": mark.gather}
+    return [Piece(module, ColumnLinear, facts, {"weight": mine, "bias": mine})]
+
+
+def row_linear(module: nn.Linear, mark: Split, axis: SplitAxis) -> Piece:
+    require_gather(mark, "a layer split by rows")
+    ranges = ranges_of(module.in_features, mark, axis)
+    facts = {"axis": axis, "sizes": widths(ranges), "leave": Exit(mark, axis)}
+    partial = ("bias",) if mark.sequence and module.bias is not None else ()
+    return Piece(module, RowLinear, facts, {"weight": {1: (ranges[axis.rank],)}}, partial)

@@ -1,0 +1,240 @@
+"""What may be computed on the parts of a Spread: pointwise functions, and those along other dimensions than the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from echelon.parallel.tensor.mappings import sliced, used_in_parts
+from echelon.parallel.tensor.rng import own_chance
+from echelon.parallel.tensor.sharded_activation import RULES, Rule, Spread
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+
+
+def named(names: list[str], args: Args, kwargs: Named) -> Named:
+    """A call's arguments by name."""
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+POINTWISE = _words("""
+relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign tanh sigmoid hardtanh hardswish hardsigmoid
+logsigmoid log_sigmoid tanhshrink softshrink hardshrink exp exp2 expm1 log log2 log1p sqrt rsqrt square abs neg negative
+positive sign reciprocal erf erfc sin cos tan atan sinh cosh pow float_power add sub subtract rsub mul multiply div
+divide true_divide floor_divide remainder fmod maximum minimum where clamp clip clamp_min clamp_max masked_fill lerp
+addcmul addcdiv isnan isfinite isinf nan_to_num eq ne lt le gt ge logical_and logical_or logical_xor logical_not
+bitwise_and bitwise_or bitwise_xor bitwise_not round floor ceil trunc clone detach contiguous zeros_like ones_like
+__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__
+__pow__ __rpow__ __and__ __or__ __xor__ __invert__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+__rdiv__ __div__
+""")
+RANDOM = ["dropout", "alpha_dropout"]
+CASTS = ["float", "half", "bfloat16", "double", "to", "type", "type_as"]
+SOFTMAX = ["softmax", "log_softmax", "_softmax"]
+NORMS = ["layer_norm", "rms_norm"]
+SUMS = ["sum", "mean", "amax", "amin"]
+POOLS = ["max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d"]
+PRODUCTS = ["matmul", "__matmul__", "bmm"]
+
+
+def rule(names: list[str]) -> Callable[[Rule], Rule]:
+    """Register what is done for the functions of these names."""
+
+    def register(made: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, made))
+        return made
+
+    return register
+
+
+@rule([*POINTWISE, *(f"{name}_" for name in POINTWISE if not name.startswith("_"))])
+def pointwise(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_spread)
+    lead = _lead(leaves)
+    if lead is None or (name.endswith("_") and not name.endswith("__") and args[0] is not lead):
+        return NotImplemented
+    parts = [_part_for(leaf, lead) for leaf in leaves]
+    if any(part is NotImplemented for part in parts):
+        return NotImplemented
+    local_args, local_kwargs = pytree.tree_unflatten(parts, structure)
+    return _on_part(lead, lambda: func(*local_args, **local_kwargs))
+
+
+def _is_spread(leaf: Any) -> bool:
+    return isinstance(leaf, Spread)
+
+
+def _lead(leaves: list[Any]) -> Spread | None:
+    """The Spread that has the shape of the result; there may be none, when all are stretched."""
+    spreads = [leaf for leaf in leaves if isinstance(leaf, Spread)]
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Spread | Tensor)]
+    try:
+        result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None  # on the whole, torch says what is wrong with the shapes
+    return next((spread for spread in spreads if spread.shape == result), None)
+
+
+def _part_for(leaf: Any, lead: Spread) -> Any:
+    """The part of ``leaf`` that meets the part of ``lead``."""
+    if isinstance(leaf, Spread):
+        if leaf.cut_like(lead):
+            return leaf.local
+        leaf = leaf.whole()
+    if not isinstance(leaf, Tensor):
+        return leaf
+    at = lead.along - (lead.dim() - leaf.dim())
+    stretched = at < 0 or leaf.shape[at] == 1 != lead.shape[lead.along]
+    if lead.rows is not None:
+        return _parameter_part(leaf, lead, None if stretched else at)
+    if stretched:
+        return used_in_parts(leaf, lead.axis) if leaf.requires_grad else leaf
+    return sliced(leaf, at, lead.sizes, None, lead.axis)
+
+
+def _parameter_part(leaf: Tensor, lead: Spread, at: int | None) -> Any:
+    """In spread mode ``lead`` has the rows of all ranks, so only what is surely equal on all of them may meet it: a
+    parameter. Its gradient is then a part of the whole one, as those of all parameters outside split layers."""
+    if not isinstance(leaf, nn.Parameter) or (leaf.dim() == lead.dim() and leaf.shape[0] != 1):
+        return NotImplemented
+    return leaf if at is None else leaf.narrow(at, sum(lead.sizes[: lead.axis.rank]), lead.sizes[lead.axis.rank])
+
+
+def _on_part(lead: Spread, compute: Callable[[], Any]) -> Any:
+    before = _version(lead.local)
+    result = compute()
+    if _version(lead.local) != before:
+        lead.changed()
+    return lead.like(result) if isinstance(result, Tensor) else result
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+@rule(RANDOM)
+def random(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Each rank has another part of the mask."""
+    x, *rest = args
+    if not _is_spread(x):
+        return NotImplemented
+    training = kwargs.get("training", rest[1] if len(rest) > 1 else True)
+    with own_chance(x.axis, x.device, wanted=bool(training)):
+        return _on_part(x, lambda: func(x.local, *rest, **kwargs))
+
+
+@rule(CASTS)
+def cast(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    x = args[0]
+    if not _is_spread(x):
+        return NotImplemented
+    rest = [leaf.local if _is_spread(leaf) else leaf for leaf in args[1:]]
+    return _on_part(x, lambda: func(x.local, *rest, **kwargs))
+
+
+def _free(x: Spread, dims: list[int]) -> bool:
+    """Whether each rank has all of ``x`` along ``dims`` (in spread mode nobody has all rows of one batch only)."""
+    dims = [dim % x.dim() for dim in dims]
+    return x.along not in dims and (x.rows is None or 0 not in dims)
+
+
+@rule(SOFTMAX)
+def softmax(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    x = args[0] if args else kwargs.get("input")
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(x, Spread) or not args or not isinstance(dim, int) or not _free(x, [dim]):
+        return NotImplemented
+    return x.like(func(x.local, *args[1:], **kwargs))
+
+
+@rule(NORMS)
+def norm(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    if not isinstance(x, Spread) or not _free(x, list(range(x.dim() - len(shape), x.dim()))):
+        return NotImplemented
+    # Each rank sees a part of the positions, so the gradients of the weights are sums over ranks.
+    args, kwargs = pytree.tree_map_only(Tensor, lambda p: p if x.rows else used_in_parts(p, x.axis), (args[1:], kwargs))
+    return x.like(func(x.local, *args, **kwargs))
+
+
+@rule(SUMS)
+def reduction(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(x, Spread) or not dims or not _free(x, list(dims)):
+        return NotImplemented
+    result = func(x.local, *args[1:], **kwargs)
+    gone = sum(dim % x.dim() < x.along for dim in dims) if result.dim() < x.dim() else 0
+    return x.like(result, x.along - gone)
+
+
+@rule(POOLS)
+def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Channel by channel."""
+    x = args[0]
+    if not isinstance(x, Spread) or x.dim() != 4 or x.along != 1 or kwargs.get("return_indices"):
+        return NotImplemented
+    return x.like(func(x.local, *args[1:], **kwargs))
+
+
+@rule(PRODUCTS)
+def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Products of matrices of which each rank has some: heads of attention."""
+    a, b = (*args, None)[:2]
+    if not isinstance(a, Spread) or not isinstance(b, Spread) or not a.cut_like(b) or a.along >= a.dim() - 2:
+        return NotImplemented
+    return a.like(func(a.local, b.local))
+
+
+@rule(["scaled_dot_product_attention"])
+def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Heads are attended to where they are."""
+    given = named(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, kwargs)
+    q, k, v = (given.pop(each) for each in ("query", "key", "value"))
+    if not all(isinstance(x, Spread) and x.dim() == 4 and x.along == 1 and _same_heads(x, q) for x in (q, k, v)):
+        return NotImplemented
+    mask = given.pop("attn_mask", None)
+    if isinstance(mask, Spread):
+        mask = mask.local if mask.cut_like(q) else mask.whole()
+    elif mask is not None and mask.dim() > 2:
+        mask = _mask_part(mask, q)
+    if mask is NotImplemented or not min(q.sizes):
+        return NotImplemented
+    with own_chance(q.axis, q.device, wanted=given.get("dropout_p", 0.0) > 0):
+        return q.like(func(q.local, k.local, v.local, attn_mask=mask, **given))
+
+
+@rule(["packed_attention"])
+def packed(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Heads of packed sequences, too. Rows of other ranks are other sequences, so these are brought home first."""
+    q, k, v, bounds = args
+    if not all(isinstance(x, Spread) and x.dim() == 3 and x.along == 1 and x.cut_like(q) for x in (q, k, v)):
+        return NotImplemented
+    if q.rows is not None or not min(q.sizes):
+        return NotImplemented
+    with own_chance(q.axis, q.device, wanted=kwargs.get("dropout", 0.0) > 0):
+        return q.like(func(q.local, k.local, v.local, bounds, **kwargs))
+
+
+def _same_heads(x: Spread, q: Spread) -> bool:
+    """Whether each rank has the heads of ``x`` that its queries are for; several queries' may share one."""
+    return all(size * q.shape[1] == other * x.shape[1] for size, other in zip(x.sizes, q.sizes, strict=True))
+
+
+def _mask_part(mask: Tensor, q: Spread) -> Any:
+    if q.rows is not None:
+        return NotImplemented
+    heads = mask.dim() - 3
+    if mask.shape[heads] == 1 != q.shape[1]:
+        return used_in_parts(mask, q.axis) if mask.requires_grad else mask
+    return sliced(mask, heads, q.sizes, None, q.axis)

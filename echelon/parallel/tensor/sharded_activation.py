@@ -1,0 +1,214 @@
+"""Spread: a tensor of which each rank holds a part along one dimension, and that looks like the whole.
+
+It is what a split layer hands on. What can be computed on the part is (see ``rules``), and gives a Spread again; the
+next split layer may take the part as it is. Only where something needs the whole is it gathered, once. So a bridge is
+crossed when it must be, and nobody has to say where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from echelon.parallel.tensor.mappings import enter, enter_split, gathered, lower, lowered, sliced
+from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
+from echelon.parallel.tensor.split_collectives import gather_rows
+
+Rule = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: By the name of a torch function or method: how it is done on parts. A rule returns NotImplemented where it cannot.
+RULES: dict[str, Rule] = {}
+
+
+class Spread:
+    """``local`` is this rank's part along dimension ``along``; ``sizes`` are the widths of all ranks' parts.
+
+    In spread mode ``local`` has the rows (dimension 0) of all ranks, ``rows`` each; to the user it has this rank's.
+    """
+
+    def __init__(self, local: Tensor, along: int, sizes: Sizes, axis: SplitAxis, rows: Sizes | None = None) -> None:
+        self.local, self.sizes, self.axis, self.rows = local, sizes, axis, rows
+        self.along = along % local.dim()
+        self._whole: tuple[bool, Tensor] | None = None
+
+    def like(self, local: Tensor, along: int | None = None) -> Spread:
+        """Another tensor cut in the same way."""
+        return Spread(local, self.along if along is None else along, self.sizes, self.axis, self.rows)
+
+    def cut_like(self, other: Spread) -> bool:
+        return (self.dim(), self.along, self.sizes, self.rows) == (other.dim(), other.along, other.sizes, other.rows)
+
+    def whole(self) -> Tensor:
+        """All of it as a plain tensor, in spread mode of this rank's rows. Gathered once."""
+        grad = torch.is_grad_enabled()
+        if self._whole is None or self._whole[0] != grad:
+            self._whole = (grad, gathered(self.local, self.along, self.sizes, self.rows, self.axis))
+        return self._whole[1]
+
+    def changed(self) -> None:
+        """The part was changed in place."""
+        self._whole = None
+
+    @property
+    def has_whole(self) -> bool:
+        return self._whole is not None
+
+    # ---- what looks like a tensor ----
+
+    @property
+    def shape(self) -> torch.Size:
+        full = list(self.local.shape)
+        full[self.along] = sum(self.sizes)
+        if self.rows is not None:
+            full[0] = self.rows[self.axis.rank]
+        return torch.Size(full)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.local.dim()
+
+    ndimension = dim
+
+    @property
+    def ndim(self) -> int:
+        return self.local.dim()
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return self.local.is_floating_point()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    is_cuda = property(lambda self: self.local.is_cuda)
+    is_cpu = property(lambda self: self.local.is_cpu)
+    is_sparse = is_nested = is_quantized = False
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.whole())
+
+    def __repr__(self) -> str:
+        return f"Spread(shape={tuple(self.shape)}, along={self.along}, sizes={self.sizes}, local={self.local!r})"
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not defined here gets here. Copying and pickling ask for names of their own.
+        known = getattr(Tensor, name, None) if not name.startswith("__") or name == "__array__" else None
+        if known is None:
+            raise AttributeError(f"Spread has no attribute '{name}'")
+        return _method(known).__get__(self) if callable(known) else getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        rule = RULES.get(name)
+        if rule is not None and kwargs.get("out") is None:
+            result = rule(name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = whole((args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _method(function: Callable[..., Any]) -> Any:
+    def method(self: Spread, *args: Any, **kwargs: Any) -> Any:
+        return Spread.__torch_function__(function, (Spread,), (self, *args), kwargs)
+
+    return method
+
+
+#: Python looks these up on the class. In-place forms are left out on purpose: ``h += x`` then means ``h = h + x``.
+OPERATORS = [
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "invert", "neg", "pos", "abs"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "bool", "float", "int", "index", "contains"),
+]
+for _name in OPERATORS:
+    setattr(Spread, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
+
+
+def whole(tree: Any) -> Any:
+    """``tree`` with every Spread in it gathered."""
+    if isinstance(tree, Tensor):
+        return tree
+    return pytree.tree_map(
+        lambda leaf: leaf.whole() if isinstance(leaf, Spread) else leaf, tree, is_leaf=lambda x: isinstance(x, Spread)
+    )
+
+
+# Tools that look for tensors (recomputation, say) find the part in it.
+pytree.register_pytree_node(
+    Spread,
+    lambda spread: ([spread.local], (spread.along, spread.sizes, spread.axis, spread.rows)),
+    lambda parts, facts: Spread(next(iter(parts)), *facts),
+)
+
+
+# ---- into a split layer, and out of one ----
+
+
+def take_in(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
+    """All of ``x``, plain or Spread, for a layer that holds a part of the outputs; in spread mode also everyone's rows.
+
+    Layers that are fed the same tensor one after the other share one entrance.
+    """
+    if isinstance(x, Spread) and x.has_whole and not axis.spread:
+        x = x.whole()
+    origin = x.local if isinstance(x, Spread) else x
+    facts = (type(x), lowered(origin), x.along if isinstance(x, Spread) else None)
+    found = axis.memory.find(origin, *facts)
+    if found is None:
+        found = _enter(x, axis)
+        axis.memory.keep(origin, found, *facts)
+    entered: tuple[Tensor, Sizes | None] = found
+    return entered
+
+
+def _enter(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
+    if isinstance(x, Spread):
+        return enter_split(x.local, x.along, x.sizes, axis), x.rows
+    return enter(x, axis)
+
+
+def take_part(x: Any, along: int, sizes: Sizes, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
+    """This rank's part of ``x`` along a dimension, for a layer that holds a part of the inputs."""
+    along %= x.dim()
+    if isinstance(x, Spread):
+        if (x.along, x.sizes) == (along, sizes):
+            return x.local, x.rows
+        x = x.whole()
+    rows = gather_rows(x, axis) if axis.spread else None
+    return sliced(lower(x), along, sizes, rows, axis), rows
+
+
+def slice_up(x: Any, along: int, axis: SplitAxis, weights: tuple[float, ...] | None = None) -> Spread:
+    """``x`` as a Spread along a dimension; as it is when it is one already."""
+    if isinstance(x, Spread) and x.along == along:
+        return x
+    x = whole(x)
+    sizes = axis.sizes(x.shape[along], weights)
+    return Spread(sliced(x, along, sizes, None, axis), along, sizes, axis)

@@ -1,0 +1,168 @@
+"""From marks to a split model: which kinds of modules can be split, and the cutting itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.distributed.tensor_layout import Layout
+from echelon.nn.moe import MoE
+from echelon.parallel.expert.split_moe import moe_pieces
+from echelon.parallel.tensor.attention import attention_pieces
+from echelon.parallel.tensor.autograd_functions import gather_for_functions
+from echelon.parallel.tensor.block import Block, layer_pieces, sequential_pieces, stack_pieces
+from echelon.parallel.tensor.conv import conv_pieces
+from echelon.parallel.tensor.embedding import embedding_pieces
+from echelon.parallel.tensor.linear import linear_pieces
+from echelon.parallel.tensor.sequence import sequence_pieces
+from echelon.parallel.tensor.sharded_activation import whole
+from echelon.parallel.tensor.split_axis import SplitAxis
+from echelon.parallel.tensor.split_spec import Piece, Refused, refuse_sequence_of_spread
+from echelon.plan.batch_norms import BatchNorm
+from echelon.strategy.annotations.marks import Split
+
+
+class Applied(NamedTuple):
+    """``layouts`` of the parameters that were cut, by their full names (a tied one under its first), and the names of
+    whole parameters whose gradients are partial over the split axis (``partial``)."""
+
+    layouts: dict[str, Layout]
+    partial: set[str]
+
+
+def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> Applied:
+    """Cut the marked modules of ``model`` in place. All ranks of the axis hold the same whole weights before.
+
+    Parameters stay the objects they are, with this rank's part as their data.
+    """
+    pieces = _all_pieces(model, marks, axis)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    layouts = _layouts(model, pieces, names)
+    by_name = dict(model.named_parameters())
+    for name, layout in layouts.items():
+        parameter = by_name[name]
+        parameter.data = layout.take(parameter.data)
+        parameter.grad = None
+    for piece in pieces:
+        piece.change_class()
+    gather_for_functions()
+    for module in model.modules():
+        _prepare_bystander(module)
+    partial_names = {names[id(piece.module.get_parameter(each))] for piece in pieces for each in piece.partial}
+    return Applied(layouts, partial_names)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why ``module`` cannot be split as a whole by ``Split()``; ``None`` when it can."""
+    try:
+        _pieces(module, Split(), SplitAxis(None, 0, 1))
+    except Refused as refusal:
+        return f"{type(module).__name__} {refusal}"
+    return None
+
+
+# ---- which module is split how ----
+
+
+def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[Piece]:
+    if "axis" in type(module).__dict__:
+        raise Refused("is split already; build the model anew")
+    refuse_sequence_of_spread(mark, axis)
+    if mark.how == "sequence":
+        return sequence_pieces(module, mark, axis)
+    for kind, planner in _PLANNERS.items():
+        if isinstance(module, kind):
+            made: list[Piece] = planner(module, mark, axis)
+            return made
+    inside = _splittable(module)
+    hint = f"; mark what is inside it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else ""
+    raise Refused(f"cannot be split; {', '.join(kind.__name__ for kind in _PLANNERS)} can{hint}")
+
+
+_PLANNERS: dict[type[nn.Module], Any] = {
+    nn.Linear: linear_pieces,
+    nn.Embedding: embedding_pieces,
+    nn.Conv2d: conv_pieces,
+    nn.MultiheadAttention: attention_pieces,
+    nn.TransformerEncoderLayer: partial(layer_pieces, _pieces),
+    nn.TransformerDecoderLayer: partial(layer_pieces, _pieces),
+    nn.TransformerEncoder: partial(stack_pieces, _pieces),
+    nn.TransformerDecoder: partial(stack_pieces, _pieces),
+    nn.Sequential: partial(sequential_pieces, _pieces),
+    MoE: moe_pieces,
+}
+
+
+def _splittable(module: nn.Module, prefix: str = "") -> list[str]:
+    """The top-most modules inside that can be split."""
+    found = []
+    for name, child in module.named_children():
+        found += [f"'{prefix}{name}'"] if why_not(child) is None else _splittable(child, f"{prefix}{name}.")
+    return found
+
+
+# ---- all of a model's ----
+
+
+def _all_pieces(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> list[Piece]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    pieces: dict[int, Piece] = {}  # by module: a shared one has several names
+    for name, mark in marks.items():
+        if name not in modules:
+            raise UsageError(f"split: the model has no module '{name}'")
+        try:
+            for piece in _pieces(modules[name], mark, axis):
+                pieces.setdefault(id(piece.module), piece)
+        except Refused as refusal:
+            raise UsageError(f"split: '{name}' ({type(modules[name]).__name__}) {refusal}") from None
+    for layer in _with_shortcut(model, set(pieces)):
+        pieces[id(layer)] = Piece(layer, Block, {"axis": axis, "mark": Split()})
+    return list(pieces.values())
+
+
+def _with_shortcut(model: nn.Module, split: set[int]) -> list[nn.Module]:
+    """Transformer layers of which only parts are split: their shortcut for inference must not read those weights."""
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return [each for each in layers if id(each) not in split and any(id(part) in split for part in each.modules())]
+
+
+def _prepare_bystander(module: nn.Module) -> None:
+    """What is not split itself, but meets what is."""
+    if isinstance(module, BatchNorm):  # it may have an autograd function of its own, which takes tensors only
+        module.register_forward_pre_hook(_gather_inputs)
+    if isinstance(module, nn.TransformerEncoder) and any(isinstance(layer, Block) for layer in module.layers):
+        module.use_nested_tensor = False  # such tensors know nothing of parts
+
+
+def _layouts(model: nn.Module, pieces: list[Piece], names: Mapping[int, str]) -> dict[str, Layout]:
+    layouts: dict[str, Layout] = {}
+    owners: dict[int, set[int]] = {}  # of each cut parameter, the modules that know it is cut
+    for piece in pieces:
+        for inner, layout in piece.layouts().items():
+            name = names[id(piece.module.get_parameter(inner))]
+            if layouts.setdefault(name, layout) != layout:
+                raise UsageError(
+                    f"split: '{name}' is shared by modules that would cut it differently; give them the same split"
+                )
+            owner = piece.module.get_submodule(inner.rpartition(".")[0])
+            owners.setdefault(id(piece.module.get_parameter(inner)), set()).add(id(owner))
+    _refuse_strangers(model, owners, names)
+    return layouts
+
+
+def _refuse_strangers(model: nn.Module, owners: Mapping[int, set[int]], names: Mapping[int, str]) -> None:
+    """A tied weight is cut in all modules that have it, or in none."""
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(module) not in owners.get(id(parameter), {id(module)}):
+                raise UsageError(
+                    f"split: '{names[id(parameter)]}' is also a weight of '{name}', which is not split; mark both"
+                )
+
+
+def _gather_inputs(module: nn.Module, inputs: Any) -> Any:
+    return whole(inputs)

@@ -1,0 +1,5 @@
+"""Sharding over replicas (ZeRO 1, 2, 3), with offload: each replica holds and steps a part of every parameter."""
+
+from echelon.parallel.zero.shards import Shards
+
+__all__ = ["Shards"]

@@ -1,0 +1,104 @@
+"""In which order units are gathered, so that all ranks begin the same gathers whatever modules each of them runs.
+
+A pass (forward of the whole model, or one backward) has an order of units, equal on all ranks. A rank that needs a
+unit begins all gathers up to it; those of units that it turned out not to run are thrown away. At the end of the pass
+the rest is begun too. So a layer that only some ranks use makes nobody wait for ever, and the next gather is known in
+time to begin it ahead. The order is the model's at first, and after one pass what the first rank really needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from echelon.parallel.zero.unit import Unit
+from echelon.parallel.zero.zero_collectives import Arrival, Exchange
+
+Kind = Literal["forward", "backward"]
+
+
+class Passes:
+    """Begins gathers. ``between`` is called while a gather that is waited for is under way."""
+
+    def __init__(self, units: Sequence[Unit], exchange: Exchange, device: torch.device) -> None:
+        self._units, self._exchange, self._device = units, exchange, device
+        self._orders: dict[Kind, list[Unit]] = {"forward": list(units), "backward": list(reversed(units))}
+        self._learned: set[Kind] = set()
+        self.kind: Kind | None = None  #: of the pass that runs
+        self._at = 0  # gathers of the order that were begun
+        self._ahead: Unit | None = None
+        self._needed: list[int] = []
+        self._unwanted: list[Arrival] = []
+        self.between: Callable[[], None] = lambda: None
+
+    def begin(self, kind: Kind) -> None:
+        self._drop()
+        self.kind, self._at, self._needed = kind, 0, []
+
+    def reach(self, unit: Unit) -> None:
+        """Make the unit whole."""
+        self._needed.append(unit.number)
+        if unit.coming is None:
+            self._go_to(unit)
+        if unit is self._ahead:
+            self._ahead = None
+        self._look_ahead()
+        self.between()
+        unit.arrive()
+
+    def end(self, complete: bool) -> None:
+        """Begin what was not needed. Where forward was left by an exception nobody is waited for: not ``complete``."""
+        assert self.kind is not None
+        kind, self.kind = self.kind, None
+        self._forget_ahead()
+        for unit in self._orders[kind][self._at :]:
+            self._unwanted += unit.begin()
+        if complete:
+            self._drop()
+            if kind not in self._learned:
+                self._learn(kind)
+
+    def _go_to(self, unit: Unit) -> None:
+        order = self._orders[self.kind] if self.kind else []
+        if unit in order[self._at :]:
+            self._forget_ahead()
+            place = order.index(unit, self._at)
+            for passed in order[self._at : place]:
+                self._unwanted += passed.begin()
+            self._at = place + 1
+        unit.coming = unit.begin()
+
+    def _look_ahead(self) -> None:
+        if self.kind is None or self._ahead is not None or self._at == len(self._orders[self.kind]):
+            return
+        following = self._orders[self.kind][self._at]
+        if following.here or following.coming is not None:
+            return
+        following.coming = following.begin()
+        self._ahead, self._at = following, self._at + 1
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None and self._ahead.coming is not None:
+            self._unwanted += self._ahead.coming
+            self._ahead.coming = None
+        self._ahead = None
+
+    def _drop(self) -> None:
+        """Memory of a message may be freed when it has arrived."""
+        for arrival in self._unwanted:
+            arrival()
+        self._unwanted = []
+
+    def _learn(self, kind: Kind) -> None:
+        """What the first rank needed, in that order; and what it did not, behind what comes before it in the model."""
+        self._learned.add(kind)
+        length = self._exchange.tell(torch.tensor([len(self._needed)], device=self._device))
+        numbers = torch.zeros(int(length), dtype=torch.int64, device=self._device)
+        numbers[: len(self._needed)] = torch.tensor(self._needed, device=self._device)[: len(numbers)]
+        order = [self._units[number] for number in self._exchange.tell(numbers).tolist()]
+        for before, unit in zip([None, *self._orders[kind]], self._orders[kind], strict=False):
+            if unit not in order:
+                order.insert(order.index(before) + 1 if before else 0, unit)
+        self._orders[kind] = order

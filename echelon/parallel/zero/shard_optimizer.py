@@ -1,0 +1,60 @@
+"""A user's optimizer takes shards in place of parameters: same object, same groups, same order, its state cut alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.base.errors import UsageError
+from echelon.parallel.zero.rows import Cut
+
+# Their step looks at a parameter as a whole: its rows and columns, or all parameters together. (LARS and LAMB need
+# its norm only, which can be added up over ranks.)
+WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
+
+
+def refuse_whole(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Sharding steps each part of a parameter by itself; refuse an optimizer that cannot."""
+    for key, optimizer in optimizers.items():
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, WHOLE):
+            raise UsageError(
+                f"optimizer '{key}' is {kind}, whose step needs whole parameters, and sharding gives it parts; use "
+                "Adam, AdamW or SGD, or train without sharding"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UsageError(f"optimizer '{key}' is {kind}, and shards are dense; use Adam with sparse=False")
+
+
+def hand_over(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    shards: Mapping[str, nn.Parameter],
+    cuts: Mapping[str, Cut],
+    rank: int,
+) -> None:
+    """Let ``optimizer`` hold the shards instead of the parameters."""
+    for group in optimizer.param_groups:
+        params: list[nn.Parameter] = group["params"]
+        for index, parameter in enumerate(params):
+            shard = shards[names[parameter]]
+            params[index] = shard
+            if parameter in optimizer.state:
+                state = optimizer.state.pop(parameter)
+                optimizer.state[shard] = _cut_state(state, parameter, shard, cuts[names[parameter]], rank)
+
+
+def _cut_state(
+    state: dict[str, Any], parameter: nn.Parameter, shard: nn.Parameter, cut: Cut, rank: int
+) -> dict[str, Any]:
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == parameter.shape:
+            value = cut.of(value, rank).clone()
+        return value.to(shard.device) if value.device == parameter.device else value
+
+    return {key: part(value) for key, value in state.items()}

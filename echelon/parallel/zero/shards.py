@@ -1,0 +1,205 @@
+"""Shards: one model's parameters, gradients and optimizer state shared out over its replicas.
+
+level 1: optimizer state; level 2: gradients too; level 3: parameters too. On every level an optimizer holds shards,
+which are this rank's rows of the parameters, in place of the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.base.errors import UsageError
+from echelon.distributed.tensor_layout import Layout
+from echelon.parallel.zero.reduce_scatter import Bucket, ShardReducer
+from echelon.parallel.zero.rows import cut_all
+from echelon.parallel.zero.shard_optimizer import hand_over, refuse_whole
+from echelon.parallel.zero.unit import Offload, Unit
+from echelon.parallel.zero.wrap_policy import SMALL, find_units
+from echelon.parallel.zero.zero3 import Visits, visit_modules
+from echelon.parallel.zero.zero12 import Kept
+from echelon.parallel.zero.zero_collectives import Exchange
+
+
+class Shards:
+    """What this rank holds of a model, and the ways between that and whole parameters.
+
+    parameters: those of this rank, by name (a stage has fewer than the model); ``layouts`` says what each is a part of
+    buckets:    for each optimizer the names of trained parameters, of one dtype, in the order of backward
+    group:      the ranks that hold replicas of these parameters; ``None`` where there is only one
+    gathering:  the same ranks over connections of their own, so that weights may overtake gradients (NCCL)
+    shared:     names of parameters that other stages have too
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, Layout],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        group: dist.ProcessGroup | None,
+        buckets: Mapping[str, Sequence[Sequence[str]]],
+        level: Literal[1, 2, 3],
+        offload: Offload = None,
+        device: torch.device | None = None,
+        *,
+        gathering: dist.ProcessGroup | None = None,
+        small: int = SMALL,
+        shared: Collection[str] = (),
+    ) -> None:
+        _check(model, parameters, optimizers, level, offload)
+        device = device or next(iter(parameters.values())).device
+        self.level, self._parameters, self._optimizers = level, parameters, optimizers
+        self.exchange = Exchange(group, device, gathering)
+        owned = {id(p) for o in optimizers.values() for options in o.param_groups for p in options["params"]}
+        chosen = {name: tuple(p.shape) for name, p in parameters.items() if level == 3 or id(p) in owned}
+        self._cuts = cut_all(chosen, self.exchange.ranks, shared)
+        self.layouts = {name: cut.layout(layouts[name], self.exchange.me) for name, cut in self._cuts.items()}
+        #: whether a shard counts where something is added up over ranks (a norm): what cannot be cut is on all of them
+        self.counts = {name: cut.dim is not None or self.exchange.me == 0 for name, cut in self._cuts.items()}
+        self._units: dict[str, Unit] = {}
+        self._visits: Visits | None = None
+        self._kept: Kept | None = None
+        #: what the optimizers hold in place of the parameters
+        self.shards: dict[str, nn.Parameter] = {}
+        if level == 3:
+            self._visits = self._part_with_parameters(model, offload, device, small)
+        else:
+            self._kept = Kept(parameters, self._cuts, buckets, self.exchange, offload is not None)
+            self.shards = self._kept.shards
+        self._trained = {key: [parameters[name] for names in mine for name in names] for key, mine in buckets.items()}
+        self._hand_over()
+        self._reducers = self._make_reducers(buckets)
+        if self._visits is not None:
+            visit_modules(model, self._units, self._visits)
+            for unit in self._units.values():
+                unit.leave()
+
+    def _part_with_parameters(self, model: nn.Module, offload: Offload, device: torch.device, small: int) -> Visits:
+        for number, (name, inside) in enumerate(find_units(model, self._parameters, small).items()):
+            held = {name: self._parameters[name] for name in inside}
+            self._units[name] = Unit(name, number, held, self._cuts, self.exchange, offload)
+            self.shards |= self._units[name].shards
+        visits = Visits(list(self._units.values()), self.exchange, device)
+        visits.passes.between = self._relieve
+        return visits
+
+    def _hand_over(self) -> None:
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        for optimizer in self._optimizers.values():
+            hand_over(optimizer, names, self.shards, self._cuts, self.exchange.me)
+        for parameter in self._parameters.values():
+            parameter.grad = None  # no optimizer would clear it any more
+
+    def _make_reducers(self, buckets: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, ShardReducer]:
+        numbers = itertools.count()
+
+        def bucket(names: Sequence[str]) -> Bucket:
+            return Bucket(names, self._parameters, self.shards, self._cuts, self.exchange, next(numbers))
+
+        return {
+            key: ShardReducer([bucket(names) for names in buckets[key]], unhurried=self.level == 3) for key in buckets
+        }
+
+    def reducer(self, key: str) -> ShardReducer:
+        """For the gradients of one optimizer. Levels 2 and 3 arm it for every pass, level 1 for the last one merged."""
+        return self._reducers[key]
+
+    def after_step(self, optimizers: Iterable[str]) -> None:
+        """Let whole parameters follow the shards that these optimizers have changed."""
+        chosen = list(optimizers)
+        if self._kept is not None:
+            self._kept.hand_round(chosen)
+        self._renew([parameter for key in chosen for parameter in self._trained[key]])
+
+    def refresh(self) -> None:
+        """A checkpoint was read into the shards, frozen ones too: let everything else follow."""
+        if self._kept is not None:
+            self._kept.hand_round_all()
+        self._renew(list(self._parameters.values()))
+
+    def _renew(self, changed: Sequence[nn.Parameter]) -> None:
+        for unit in self._units.values():
+            unit.stepped()
+        # Recomputation asks whether a weight changed between forward and backward.
+        torch.autograd.graph.increment_version(changed)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Whole parameters, to look at or to export; changes made on all ranks alike are kept."""
+        if self._visits is None:
+            yield
+            return
+        for unit in self._units.values():
+            self._visits.hold(unit)
+        try:
+            yield
+            for unit in self._units.values():
+                unit.write_back()
+        finally:
+            for unit in self._units.values():
+                self._visits.release(unit)
+
+    def close(self) -> None:
+        """Whole parameters for good; the model runs as if it had never been sharded. All ranks call it."""
+        if self._visits is not None:
+            for unit in self._units.values():
+                self._visits.hold(unit)
+            self._visits.active = False
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: parameters, gradients, optimizer state; and how many of them on the host.
+
+        ``whole`` is the most that whole parameters of level 3 ever took at one time.
+        """
+        everything = [*self._parameters.values(), *self.shards.values()]
+        kinds: dict[str, list[Tensor]] = {
+            "parameters": list(everything),
+            "gradients": [tensor.grad for tensor in everything if tensor.grad is not None],
+            "optimizer": [value for o in self._optimizers.values() for value in _state_tensors(o)],
+        }
+        held = {kind: _bytes(tensors) for kind, tensors in kinds.items()}
+        hosted = [t for tensors in kinds.values() for t in tensors if t.device.type == "cpu"]
+        return {**held, "host": _bytes(hosted), "whole": self._visits.most if self._visits else 0}
+
+    def _relieve(self) -> None:
+        if self._visits is not None and self._visits.passes.kind == "backward":
+            for reducer in self._reducers.values():
+                reducer.relieve()
+
+
+def _check(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    level: int,
+    offload: str | None,
+) -> None:
+    if level not in (1, 2, 3):
+        raise UsageError(f"sharding has levels 1, 2 and 3, got {level!r}")
+    if offload == "parameters" and level != 3:
+        raise UsageError(f"offload='parameters' needs level 3, got level {level}; use level 3 or offload='optimizer'")
+    refuse_whole(optimizers)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in names:
+            raise UsageError(
+                f"sharding: '{names[id(module.weight)]}' has sparse gradients, and shards are dense; use sparse=False, "
+                "or train without sharding"
+            )
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

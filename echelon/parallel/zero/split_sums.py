@@ -1,0 +1,29 @@
+"""Where sharding meets the mesh: gradients of shards that are also sums over the split axis."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from echelon.distributed.activity import waiting
+from echelon.distributed.mesh_groups import Grid
+from echelon.parallel.zero import Shards
+from echelon.plan import Plan
+
+
+class SplitSums:
+    """Gradients of shards that are sums over the split axis too."""
+
+    def __init__(self, plan: Plan, shards: Shards, grid: Grid) -> None:
+        self._group = grid.group("split")
+        here = [b for b in plan.buckets if grid.at["stage"] in b.places and "split" in b.axes]
+        self._shards = [(b.optimizer, shards.shards[name]) for b in here for name in b.parameters]
+
+    @torch.no_grad()
+    def add_up(self, optimizers: Collection[str]) -> None:
+        for key, shard in self._shards:
+            if key in optimizers and shard.grad is not None and shard.grad.numel():
+                with waiting("sum of gradients over the split", "", self._group):
+                    dist.all_reduce(shard.grad, group=self._group)

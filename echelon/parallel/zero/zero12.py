@@ -1,0 +1,107 @@
+"""Levels 1 and 2: parameters stay whole on every rank; each rank steps its rows and hands them round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from echelon.parallel.zero.rows import Cut, Rows
+from echelon.parallel.zero.zero_collectives import Arrival, Exchange
+
+TAG = 1 << 22
+UNDER_WAY = 2
+
+
+class Kept:
+    """Whole parameters, and shards that are views of this rank's rows, or copies of them in host memory."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        cuts: Mapping[str, Cut],
+        buckets: Mapping[str, Sequence[Sequence[str]]],
+        exchange: Exchange,
+        offload: bool,
+    ) -> None:
+        self._parameters, self._cuts, self._exchange = parameters, cuts, exchange
+        self.shards = {name: self._shard(name, offload) for name in cuts}
+        numbers = itertools.count()
+        self._trained = {
+            key: [self._batch(names, next(numbers)) for names in mine] for key, mine in buckets.items()
+        }  # by optimizer
+        trained = {name for mine in buckets.values() for names in mine for name in names}
+        self._rest = [self._batch((name,), next(numbers)) for name in sorted(set(cuts) - trained)]
+
+    def hand_round(self, optimizers: Iterable[str]) -> None:
+        """Gather every rank's rows of what these optimizers train. Other parameters are not written: a graph that is
+        still to be differentiated may need them."""
+        self._hand_round([batch for key in optimizers for batch in self._trained[key]])
+
+    def hand_round_all(self) -> None:
+        """Gather every rank's rows of everything, frozen parameters too."""
+        self._hand_round([*itertools.chain.from_iterable(self._trained.values()), *self._rest])
+
+    def _hand_round(self, batches: Iterable[_Batch]) -> None:
+        under_way: list[tuple[_Batch, Arrival]] = []
+        for batch in batches:
+            under_way.append((batch, batch.begin()))
+            if len(under_way) > UNDER_WAY:
+                _finish(*under_way.pop(0))
+        for batch, arrival in under_way:
+            _finish(batch, arrival)
+
+    def _shard(self, name: str, offload: bool) -> nn.Parameter:
+        parameter = self._parameters[name]
+        rows = self._cuts[name].of(parameter.data, self._exchange.me)
+        if offload and rows.device.type != "cpu":
+            rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda).copy_(rows)
+        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+    def _batch(self, names: Sequence[str], number: int) -> _Batch:
+        parameters = [self._parameters[name] for name in names]
+        shards = [self.shards[name] for name in names]
+        return _Batch(parameters, shards, Rows([self._cuts[name] for name in names]), self._exchange, TAG + number)
+
+
+class _Batch:
+    """Parameters of one dtype whose rows travel together."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        shards: Sequence[nn.Parameter],
+        rows: Rows,
+        exchange: Exchange,
+        tag: int,
+    ) -> None:
+        self._parameters, self._shards, self._rows, self._exchange, self._tag = parameters, shards, rows, exchange, tag
+
+    @torch.no_grad()
+    def begin(self) -> Arrival:
+        first, me = self._parameters[0], self._exchange.me
+        line = torch.zeros(self._rows.length, dtype=first.dtype, device=first.device)
+        for place, shard in zip(self._rows.views(line, me), self._shards, strict=True):
+            place.copy_(shard, non_blocking=True)
+        self._follow(line)
+        return self._exchange.gather_lines(line, self._tag)
+
+    def _follow(self, line: Tensor) -> None:
+        """This rank's rows of the parameters, where the shards are not views of them (any more)."""
+        parts = self._rows.parts([p.data for p in self._parameters], self._exchange.me)
+        for part, place, shard in zip(parts, self._rows.views(line, self._exchange.me), self._shards, strict=True):
+            if part.data_ptr() != shard.data_ptr():
+                part.copy_(place)
+                if shard.device == part.device:
+                    shard.data = part
+
+    @torch.no_grad()
+    def read(self, matrix: Tensor) -> None:
+        self._rows.read(matrix, [p.data for p in self._parameters], but=self._exchange.me)
+        torch.autograd.graph.increment_version(self._parameters)
+
+
+def _finish(batch: _Batch, arrival: Arrival) -> None:
+    batch.read(arrival())

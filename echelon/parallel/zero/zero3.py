@@ -1,0 +1,398 @@
+"""Level 3: a unit's parameters are whole while its module runs, and while its backward needs them.
+
+Forward: the module's class is changed to one that gathers before and frees after. A parameter that is used past its
+own module is gathered when its module is asked for it, and stays until the module that asked has run.
+
+Backward: of the weights that autograd would keep, and of 16-bit copies that autocast makes of them, it is given a
+note instead; when it asks, the unit is gathered, and freed again when the last note of that forward was asked for. No
+memory is taken from under anybody: what still points to freed weights keeps them alive.
+
+Recomputed modules keep no notes. Where the module that is recomputed lies around the unit, the unit runs again and is
+gathered by that; where it is the unit itself, its output says when backward begins. What runs again is given frozen
+parameters as aliases: of those torch.utils.checkpoint keeps the object itself, which is NaN after the unit has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from echelon.base.errors import UsageError
+from echelon.base.lazy_dynamo import untraced
+from echelon.optim.foreach import HALVES
+from echelon.parallel.zero.gather_order import Passes
+from echelon.parallel.zero.unit import Unit
+from echelon.parallel.zero.zero_collectives import Exchange
+from echelon.plan.called_modules import why_fixed
+
+
+@dataclass(eq=False)
+class _Use:
+    """One run of a unit in forward, as backward will ask for it."""
+
+    unit: Unit
+    notes: int = 0
+    left: int = 0  # notes that this backward has not asked for
+    backward: int = -1  # the number of this backward
+    holding: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Note:
+    """In place of a weight, a view of it, or a 16-bit copy of it."""
+
+    use: _Use
+    parameter: nn.Parameter
+    shard: nn.Parameter
+    version: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """A module that runs, and the units that are whole because of it."""
+
+    held: list[Unit] = field(default_factory=list)
+    uses: list[_Use] = field(default_factory=list)
+
+
+class Visits:
+    """Brings units and takes them away again."""
+
+    def __init__(self, units: Sequence[Unit], exchange: Exchange, device: torch.device) -> None:
+        self.units = units
+        self.passes = Passes(units, exchange, device)
+        self._of = {id(p): unit for unit in units for p in unit.parameters.values()}
+        self._shard_of = {id(unit.parameters[name]): unit.shards[name] for unit in units for name in unit.shards}
+        self._memory: dict[int, tuple[Unit, nn.Parameter, Tensor]] = {}  # of whole parameters, by address
+        self._calls: list[_Call] = []
+        self._in_use: dict[Unit, _Use] = {}
+        self._backwards = 0
+        self._asked: list[_Use] = []  # whose unit is held by this backward
+        self._held_until: dict[Unit, set[int]] = {}  # by this backward, until it has made these gradients
+        self.active = True
+        self.present, self.most = 0, 0  #: bytes of whole parameters now, and at most so far
+        for unit in units:
+            for parameter in unit.parameters.values():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        functools.partial(_made, weakref.ref(self))
+                    )
+
+    @property
+    def is_outside(self) -> bool:
+        """True while no module runs: one that the user's loop calls itself then stands for the whole model."""
+        return not self._calls
+
+    def brings(self, parameter: nn.Parameter | None) -> bool:
+        return id(parameter) in self._of
+
+    # ---- who needs what ----
+
+    def hold(self, unit: Unit) -> None:
+        if not unit.here:
+            with torch.inference_mode(False):  # what arrives while evaluating may stay for training
+                self.passes.reach(unit)
+            for parameter, whole in unit.wholes:
+                self._memory[whole.untyped_storage().data_ptr()] = (unit, parameter, whole)
+            self.present += unit.bytes
+            self.most = max(self.most, self.present)
+        unit.holders += 1
+
+    def release(self, unit: Unit) -> None:
+        unit.holders -= 1
+        if unit.holders == 0:
+            for _, whole in unit.wholes:
+                self._memory.pop(whole.untyped_storage().data_ptr(), None)
+            unit.leave()
+            self.present -= unit.bytes
+
+    def lend(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A module was asked for its parameter: bring it. In a recomputation frozen ones are lent as aliases."""
+        self.touch(parameter)
+        if parameter.requires_grad or not _in_backward() or id(parameter) not in self._of:
+            return parameter
+        alias = torch.Tensor._make_subclass(type(parameter), parameter.detach(), False)
+        alias.__dict__.update(parameter.__dict__)
+        return alias
+
+    @untraced
+    def touch(self, parameter: nn.Parameter) -> None:
+        unit = self._of.get(id(parameter))
+        if unit is None or unit.here:
+            return
+        if self._calls:
+            self._hold_for(self._calls[-1], unit)
+        elif _in_backward():
+            self._begin_backward()
+            self._hold_in_backward(unit)
+
+    # ---- forward ----
+
+    @contextlib.contextmanager
+    def call(self, unit: Unit | None, whole_model: bool) -> Iterator[_Call]:
+        """While a unit's module runs, or the whole model."""
+        begins = whole_model and self._begin_forward()
+        call = _Call()
+        self._calls.append(call)
+        complete = False
+        try:
+            if unit is not None:
+                self._hold_for(call, unit)
+            with self._saving(), _uncached_casts():
+                yield call
+            complete = True
+        finally:
+            self._calls.remove(call)
+            for use in call.uses:
+                self._in_use.pop(use.unit, None)
+            for held in call.held:
+                self.release(held)
+            if begins:
+                self.passes.end(complete)
+
+    def _begin_forward(self) -> bool:
+        if self.passes.kind == "backward" and not _in_backward():  # it ended in an error
+            self._end_backward(complete=False)
+        if self.passes.kind is not None:
+            return False
+        self.passes.begin("forward")
+        return True
+
+    def _hold_for(self, call: _Call, unit: Unit) -> None:
+        self.hold(unit)
+        call.held.append(unit)
+        if unit not in self._in_use:
+            self._in_use[unit] = _Use(unit)
+            call.uses.append(self._in_use[unit])
+
+    # ---- what autograd keeps ----
+
+    def _saving(self) -> contextlib.AbstractContextManager[object]:
+        if not torch.is_grad_enabled() or _somebody_saves():
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):  # what another stage computes
+            return tensor
+        found = self._memory.get(tensor.untyped_storage().data_ptr())
+        if found is not None and tensor.dtype == found[2].dtype:
+            note = self._note(tensor, found[0], found[1])
+        else:
+            note = self._note_of_cast(tensor)
+        return (tensor, tensor._version) if note is None else note
+
+    def _note_of_cast(self, tensor: Tensor) -> _Note | None:
+        if tensor.dtype not in HALVES:
+            return None
+        base = tensor if tensor._base is None else tensor._base
+        made_by = base.grad_fn
+        if made_by is None or made_by.name() != "ToCopyBackward0":
+            return None
+        source = getattr(made_by.next_functions[0][0], "variable", None)
+        unit = self._of.get(id(source))
+        if source is None or unit is None or not unit.here or source.stride() != base.stride():
+            return None
+        return self._note(tensor, unit, source)
+
+    def _note(self, tensor: Tensor, unit: Unit, parameter: nn.Parameter) -> _Note | None:
+        use = self._in_use.get(unit)
+        if use is None:
+            return None
+        use.notes += 1
+        shard = self._shard_of[id(parameter)]
+        place = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return _Note(use, parameter, shard, shard._version, tensor.dtype, *place)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if isinstance(kept, _Note):
+            return self._asked_for(kept)
+        tensor, version = kept
+        if tensor._version != version:  # with hooks torch does not look itself
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}, expected {version}"
+            )
+        return tensor  # type: ignore[no-any-return]
+
+    def _asked_for(self, note: _Note) -> Tensor:
+        if note.shard._version != note.version:
+            raise UsageError("a weight changed between forward and backward; call backward before the optimizer's step")
+        self._begin_backward()
+        use = note.use
+        if use.backward != self._backwards:
+            use.backward, use.left = self._backwards, use.notes
+        if not use.holding:
+            self.hold(use.unit)
+            use.holding = True
+            self._asked.append(use)
+        whole = note.parameter.detach().to(note.dtype)
+        wanted = whole.as_strided(note.size, note.stride, note.offset)
+        use.left -= 1
+        if use.left <= 0:
+            self._asked.remove(use)
+            use.holding = False
+            self.release(use.unit)
+        return wanted
+
+    # ---- backward ----
+
+    def watch_output(self, call: _Call, unit: Unit, output: Any) -> None:
+        """Where autograd kept nothing of a unit, its module is recomputed, maybe: bring it before its backward."""
+        if unit.embedding_only or any(use.notes for use in call.uses) or not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(_reached, weakref.ref(self), weakref.ref(unit))
+                )
+
+    def reached(self, unit: Unit) -> None:
+        self._begin_backward()
+        self._hold_in_backward(unit)
+
+    def made(self, parameter: Tensor) -> None:
+        """Backward has made a gradient."""
+        self._begin_backward()
+        unit = self._of[id(parameter)]
+        missing = self._held_until.get(unit)
+        if missing is not None:
+            missing.discard(id(parameter))
+            if not missing:
+                del self._held_until[unit]
+                self.release(unit)
+
+    def _hold_in_backward(self, unit: Unit) -> None:
+        if unit not in self._held_until:
+            self.hold(unit)
+            self._held_until[unit] = {id(p) for p in unit.parameters.values() if p.requires_grad}
+
+    def _begin_backward(self) -> None:
+        if self.passes.kind is None and _in_backward():
+            self.passes.begin("backward")
+            self._backwards += 1
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self, complete: bool = True) -> None:
+        for use in self._asked:
+            use.holding = False
+            self.release(use.unit)
+        for unit in self._held_until:
+            self.release(unit)
+        self._asked, self._held_until = [], {}
+        self.passes.end(complete)
+
+
+def _made(visits: weakref.ref[Visits], parameter: Tensor) -> None:
+    living = visits()
+    if living is not None and living.active:
+        living.made(parameter)
+
+
+def _reached(visits: weakref.ref[Visits], unit: weakref.ref[Unit], _: Tensor) -> None:
+    living, found = visits(), unit()
+    if living is not None and found is not None:
+        living.reached(found)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _somebody_saves() -> bool:
+    """Whether saved tensors have a taker already: ourselves, or a recomputation, which must not be kept from it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextlib.contextmanager
+def _uncached_casts() -> Iterator[None]:
+    """Autocast would keep a 16-bit copy of every weight until forward is over."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+# ---- classes: a module of another class is still itself, and so is its deep copy ----
+
+Kind = type[nn.Module]
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not look at the weight
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A module to whose running or asking somebody listens."""
+
+    unit: Unit | None
+    whole_model: bool
+
+    @property
+    def runs(self) -> bool:
+        return self.unit is not None or self.whole_model
+
+
+Posts = weakref.WeakKeyDictionary[nn.Module, _Post]  # a deep copy is not in it: it has parameters of its own
+
+
+def visit_modules(model: nn.Module, units: Mapping[str, Unit], visits: Visits) -> None:
+    """Let units come when their modules run, and parameters when their modules are asked for them."""
+    posts: Posts = weakref.WeakKeyDictionary()
+    visited = functools.cache(functools.partial(_visited, posts=posts, visits=visits))  # blocks stay of one class
+    for name, module in model.named_modules():
+        unit = units.get(name)
+        if unit is not None or not name or any(visits.brings(p) for p in module._parameters.values()):
+            _refuse_fixed(name, module)
+            posts[module] = _Post(unit, whole_model=not name)
+            module.__class__ = visited(type(module))  # type: ignore[arg-type]
+        if unit is not None:
+            unit.embedding_only = all(isinstance(owner, EMBEDDINGS) for owner in _owners(module, unit))
+
+
+def _owners(module: nn.Module, unit: Unit) -> Iterator[nn.Module]:
+    inside = {id(parameter) for parameter in unit.parameters.values()}
+    return (m for m in module.modules() if any(id(p) in inside for p in m._parameters.values()))
+
+
+def _refuse_fixed(name: str, module: nn.Module) -> None:
+    reason = why_fixed(name, module)
+    if reason is not None:
+        raise UsageError(f"sharding: {reason}, or use level 2")
+
+
+def _visited(kind: Kind, posts: Posts, visits: Visits) -> Kind:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        post = posts.get(self)
+        if post is None or not visits.active or not (post.runs or visits.is_outside):
+            return kind.forward(self, *args, **kwargs)
+        with visits.call(post.unit, post.whole_model) as call:
+            output = kind.forward(self, *args, **kwargs)
+            if post.unit is not None:
+                visits.watch_output(call, post.unit, output)
+            return output
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        value = kind.__getattr__(self, name)
+        return visits.lend(value) if isinstance(value, nn.Parameter) and visits.active else value
+
+    body: dict[str, Callable[..., Any]] = {"__getattr__": __getattr__}
+    if kind.forward is not nn.Module.forward:
+        body["forward"] = forward
+    return type(f"Sharded{kind.__name__}", (kind,), body)

@@ -1,0 +1,1 @@
+"""What makes a server outlive its process: journal, snapshots, replicas, recovery, checkpoints."""

@@ -1,0 +1,226 @@
+"""A checkpoint of all servers in one directory, for any number of servers to load.
+
+    server-0-of-2.rec    what server 0 of 2 held: its buckets, its dense blocks, its facts
+    server-0-of-2.json   its marker: there when the file is complete
+
+Each server writes its file aside, gives it its name, and then writes the marker; the checkpoint is complete when all
+markers of one step are there. Buckets keep their numbers whatever the number of servers, and dense blocks are cut anew
+by parameter and offset, with the state of an element-wise optimizer beside the values it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.directory import sync_directory
+from echelon.checkpoint.os_errors import cannot_write
+from echelon.parameter_server.persistence.restore import Restorable, put_rows, read_json, write_json
+from echelon.parameter_server.persistence.snapshot import Held, SnapshotFile, write
+from echelon.parameter_server.protocol.job_spec import Block, JobSpec, TableSpec, job_from_json
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.table import Rows
+from echelon.strategy.table_rules import state_width
+
+_MARKER = re.compile(r"server-(\d{1,6})-of-(\d{1,6})\.json")
+
+
+def save_part(held: Held, path: Path, server: int, job: JobSpec, step: int, facts: Sequence[Frame], lsn: int) -> None:
+    """Write this server's part of the checkpoint in ``path``. An earlier part of the same name is replaced."""
+    name = f"server-{server}-of-{job.servers}"
+    aside, final, marker = path / f".{name}.writing", path / f"{name}.rec", path / f"{name}.json"
+    about = {"kind": "checkpoint", "server": server, "step": step, "job": job.to_json()}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        written = write(held, aside, about, facts, lsn=lsn, delta=False, clean=False)
+        marker.unlink(missing_ok=True)
+        aside.replace(final)
+        sync_directory(path)
+    except OSError as error:
+        raise CheckpointError(cannot_write(path, error)) from None
+    finally:
+        aside.unlink(missing_ok=True)
+    write_json(marker, {"bytes": written.bytes, "index": written.index, "step": step, "time": time.time()})
+
+
+class Saved:
+    """A complete checkpoint, open for reading: ``with Saved(path) as saved``."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._markers = _complete(self.path)
+        self.servers = len(self._markers)
+        self.step = int(self._markers[0]["step"])
+
+    def __enter__(self) -> Saved:
+        with ExitStack() as stack:
+            self.parts = [
+                stack.enter_context(SnapshotFile(self._file(i), marker["bytes"], marker["index"]))
+                for i, marker in enumerate(self._markers)
+            ]
+            self._stack = stack.pop_all()
+        self.jobs = [job_from_json(part.about["job"]) for part in self.parts]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _file(self, server: int) -> Path:
+        return self.path / f"server-{server}-of-{self.servers}.rec"
+
+    def verify(self) -> None:
+        """Read all of it once, so that nothing is loaded of a checkpoint that is damaged somewhere."""
+        for part in self.parts:
+            part.verify()
+
+    def tables(self) -> list[str]:
+        return list(self.parts[0].places)
+
+    def bucket(self, table: str, bucket: int) -> Rows | None:
+        """A bucket's rows, from the server that held it."""
+        return next((rows for part in self.parts if (rows := part.rows(table, bucket)) is not None), None)
+
+    def buckets(self, table: str) -> Iterator[Rows]:
+        """All rows of a table, one bucket at a time."""
+        for part in self.parts:
+            for bucket in part.places.get(table, {}):
+                if (rows := part.rows(table, bucket)) is not None:
+                    yield rows
+
+    def count(self, table: str) -> int:
+        return sum(place.rows for part in self.parts for place in part.places.get(table, {}).values())
+
+    def facts(self) -> list[Frame]:
+        """Of server 0: what it knows holds for all of them."""
+        return self.parts[0].facts()
+
+    def dense(self, blocks: Sequence[Block]) -> dict[str, NDArray[Any]]:
+        """The state of ``blocks`` in the form of ``Dense.to_arrays``, put together from the blocks that were saved."""
+        pieces, found = self._pieces(), {}
+        for number, block in enumerate(blocks):
+            stored = pieces.get(block.parameter, [])
+            names = stored[0][1].keys() if stored else ("values",)
+            for name in names:
+                found[f"{number}/{name}"] = self._cut(block, name, stored)
+        found["groups"] = next(array for name, array in self.parts[0].dense() if name == "groups")
+        return found
+
+    def _pieces(self) -> dict[str, list[tuple[Block, dict[str, NDArray[Any]]]]]:
+        """By parameter, the saved blocks and their arrays."""
+        pieces: dict[str, list[tuple[Block, dict[str, NDArray[Any]]]]] = {}
+        for server, part in enumerate(self.parts):
+            blocks = [block for block in self.jobs[0].blocks if block.server == server]
+            arrays: list[dict[str, NDArray[Any]]] = [{} for _ in blocks]
+            for key, array in part.dense():
+                number, slash, name = key.partition("/")
+                if slash:
+                    arrays[int(number)][name] = array
+            for block, own in zip(blocks, arrays, strict=True):
+                pieces.setdefault(block.parameter, []).append((block, own))
+        return pieces
+
+    def _cut(self, block: Block, name: str, stored: list[tuple[Block, dict[str, NDArray[Any]]]]) -> NDArray[Any]:
+        """``block``'s part of one array of its parameter."""
+        first = stored[0][1][name] if stored and name in stored[0][1] else None
+        if first is not None and (first.size != stored[0][0].length or name == "step"):
+            return first  # one number for the whole parameter
+        whole, filled = np.empty(block.length, np.float32), 0
+        for old, arrays in stored:
+            begin, end = max(block.offset, old.offset), min(block.offset + block.length, old.offset + old.length)
+            if begin < end and name in arrays:
+                whole[begin - block.offset : end - block.offset] = arrays[name].reshape(-1)[
+                    begin - old.offset : end - old.offset
+                ]
+                filled += end - begin
+        if filled != block.length:
+            raise CheckpointError(
+                f"{self.path} has {filled} of {block.length} entries of '{block.parameter}' from {block.offset} on; "
+                "load it into the model that it was saved from"
+            )
+        return whole
+
+
+def check(shard: Restorable, saved: Saved) -> None:
+    """Refuse a checkpoint that lacks a table, or has one of another shape."""
+    specs = {spec.name: spec for spec in saved.jobs[0].tables}
+    for name, table in shard.tables.items():
+        if name not in specs:
+            raise CheckpointError(f"{saved.path} has no table '{name}'; it holds {', '.join(sorted(specs)) or 'none'}")
+        was, now = _shape(specs[name]), _shape(table.spec)
+        if was != now:
+            raise CheckpointError(
+                f"{saved.path} holds table '{name}' with {was}, the job has it with {now}; "
+                "use the dim and optimizer that it was saved with"
+            )
+
+
+def _shape(spec: TableSpec) -> str:
+    return f"dim {spec.dim}, {type(spec.rule).__name__} and {state_width(spec.rule, spec.dim)} floats of state a row"
+
+
+def load_into(shard: Restorable, path: str | os.PathLike[str]) -> int:
+    """A checkpoint into a shard that nobody keeps, one that only serves; the checkpoint's step."""
+    with Saved(path) as saved:
+        check(shard, saved)
+        saved.verify()
+        with shard.lock:
+            fill(shard, saved)
+        return saved.step
+
+
+def fill(shard: Restorable, saved: Saved) -> None:
+    """A shard's share of a checkpoint in place of what it held, one bucket at a time. Under the shard's lock."""
+    dense = saved.dense(shard.dense.blocks)  # may be refused: before anything is dropped
+    shard.forget()
+    for name, table in shard.tables.items():
+        for bucket in table.buckets:
+            if (rows := saved.bucket(name, bucket)) is not None:
+                put_rows(table, name, bucket, rows, saved.path)
+    shard.dense.from_arrays(dense)
+    shard.load_facts(saved.facts())
+
+
+def _complete(path: Path) -> list[dict[str, Any]]:
+    """The markers of the newest set of which every server's is there."""
+    found: dict[int, dict[int, Path]] = {}
+    for entry in path.iterdir() if path.is_dir() else ():
+        if match := _MARKER.fullmatch(entry.name):
+            found.setdefault(int(match[2]), {})[int(match[1])] = entry
+    if not found:
+        raise CheckpointError(f"no checkpoint of servers at {path}: no server-0-of-N.json there; check the path")
+    whole = [_markers(owned) for count, owned in found.items() if sorted(owned) == list(range(count))]
+    same = [markers for markers in whole if len({marker["step"] for marker in markers}) == 1]
+    if not same:
+        count, owned = max(found.items())
+        missing = next((i for i in range(count) if i not in owned), None)
+        why = "its parts are of different steps" if missing is None else f"server-{missing}-of-{count}.json is missing"
+        raise CheckpointError(f"{path} is incomplete: {why}; the save was interrupted, use an earlier checkpoint")
+    return max(same, key=lambda markers: (markers[0]["step"], max(marker["time"] for marker in markers)))
+
+
+def _markers(owned: dict[int, Path]) -> list[dict[str, Any]]:
+    return [read_json(owned[server]) for server in sorted(owned)]
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """``path`` itself when it holds servers' parts, else the directory of the highest step below it that does."""
+    asked = Path(path)
+    found = {entry.parent for pattern in ("", "*/", "*/*/") for entry in asked.glob(f"{pattern}server-0-of-*.json")}
+    return asked if asked in found or not found else max(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    """-1 for a save that was interrupted: it is chosen only where there is no other."""
+    try:
+        return int(_complete(path)[0]["step"])
+    except CheckpointError:
+        return -1

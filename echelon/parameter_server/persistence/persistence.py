@@ -1,0 +1,274 @@
+"""``Keeper``: what makes a shard outlive its process. Journal, snapshots beside training, checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageError, nearest
+from echelon.parameter_server.persistence.checkpoint import Saved, check, fill, save_part
+from echelon.parameter_server.persistence.file_record import encode
+from echelon.parameter_server.persistence.journal import Segment, segments
+from echelon.parameter_server.persistence.replication import Mirrors, Replica
+from echelon.parameter_server.persistence.restore import Manifest, Part, Restorable, restore
+from echelon.parameter_server.persistence.snapshot import write
+from echelon.parameter_server.persistence.table_export import Exported, chained, write_table
+from echelon.parameter_server.protocol.hashing import stable_hash
+from echelon.parameter_server.protocol.job_spec import Keeping
+from echelon.parameter_server.protocol.message import Frame
+
+#: A chain of more deltas is made a base again, however small they are.
+MAX_DELTAS = 256
+#: Seconds until a replica that fell behind is tried again.
+CATCH_UP = 1.0
+#: Seconds before a snapshot that failed is tried again.
+AFTER_FAILURE = 5.0
+
+
+def home_of(state: Path, session: str, server: int) -> Path:
+    """Where a server keeps the state of a session."""
+    return state / f"{stable_hash(session):016x}" / f"server-{server}"
+
+
+class Keeper:
+    """Keeps one shard under ``directory``.
+
+    mirror:         carries a frame to the next server; with ``settings.replica`` the journal goes there too
+    journal_limit:  bytes of journal that call for a snapshot before its time; None: as the settings say
+    fsync:          put every record on the disk before it is answered: survives a power cut, costs milliseconds
+    """
+
+    def __init__(
+        self,
+        shard: Restorable,
+        directory: Path,
+        settings: Keeping,
+        mirror: Callable[[Frame], Frame] | None = None,
+        *,
+        journal_limit: int | None = None,
+        fsync: bool = False,
+    ) -> None:
+        self._shard, self._directory, self._settings = shard, directory, settings
+        self._limit, self._fsync = journal_limit or settings.journal_mb << 20, fsync
+        self._manifest: Manifest | None = None
+        self._segment: Segment | None = None
+        self._next_segment = 1
+        self._rebase = True  # the next snapshot cannot be a delta
+        self._one_at_a_time = threading.RLock()  # taken before the shard's lock, never after
+        self._due, self._stopped, self._closed = threading.Event(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._mirrors = Mirrors(directory)
+        self._replica = Replica(mirror, shard.server, directory) if mirror and settings.replica else None
+
+    # ---- coming and going ----
+
+    def start(self) -> bool:
+        """Restore what the directory holds, or begin it; then take snapshots from time to time. Whether it restored."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._replica is not None:
+            self._replica.fetch()
+        manifest = Manifest.read(self._directory)
+        if manifest is not None:
+            restore(self._shard, self._directory, manifest)
+            self._manifest, self._rebase = manifest, False
+        self._next_segment = max(segments(self._directory), default=0) + 1
+        self._sweep()
+        with self._shard.lock:
+            if self._settings.journal:
+                self._rotate()
+        if manifest is None or self._replica is not None:
+            self.snapshot()
+        self._thread = threading.Thread(target=self._watch, name="snapshots", daemon=True)
+        self._thread.start()
+        return manifest is not None
+
+    def close(self) -> None:
+        """Stop. What is in the journal stays there. Also under the shard's lock: nothing waits for it any longer."""
+        self._closed = True
+        self._stopped.set()
+        self._due.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._shard.lock:
+            self._stop_journal()
+
+    @contextmanager
+    def _held(self) -> Iterator[Restorable]:
+        """The shard under its lock, unless this keeper is closed: then the shard may be another job's."""
+        while not self._shard.lock.acquire(timeout=0.1):
+            self._check_open()
+        try:
+            self._check_open()
+            if self._shard.broken:  # the journal has the truth, and a restart replays it
+                raise CheckpointError(f"what server {self._shard.server} holds is not kept: {self._shard.broken}")
+            yield self._shard
+        finally:
+            self._shard.lock.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("the job that was being kept is over")
+
+    # ---- every change ----
+
+    def append(self, frame: Frame) -> None:
+        """Write a change before it is applied. The caller holds the shard's lock."""
+        if self._closed:
+            raise PeerLost(f"server {self._shard.server} is going; what it was sent is not written down")
+        if self._segment is None:
+            return
+        offset, buffers = self._segment.size, encode(self._shard.lsn + 1, frame)
+        self._segment.append(buffers)
+        if self._replica is not None:
+            self._replica.append(self._segment.path.name, offset, buffers)
+        if self._segment.size > self._limit:
+            self._due.set()
+
+    def handle(self, frame: Frame) -> Frame:
+        """Answer ``mirror`` and ``mirrored`` of another server; not under the shard's lock."""
+        return self._mirrors.handle(frame)
+
+    # ---- snapshots ----
+
+    def snapshot(self, base: bool | None = None) -> int:
+        """Take one now, a base or a delta (None: as it seems best); a base where there is none. Returns its number."""
+        with self._one_at_a_time:
+            base = self._too_many_deltas() if base is None else base
+            earlier = self._manifest.chain if self._manifest is not None and not (base or self._rebase) else ()
+            number = self._manifest.number + 1 if self._manifest is not None else 1
+            with self._held() as shard:
+                lsn, facts, segment = shard.lsn, list(shard.facts()), self._rotate()
+            self._rebase = True  # until this one is complete, the rows it marks as saved are not
+            about = {"kind": "delta" if earlier else "base", "number": number, **self._about()}
+            path = self._directory / f"snapshot-{number:08d}.rec"
+            written = write(self._held, path, about, facts, lsn=lsn, delta=bool(earlier), clean=True)
+            bridge = not self._settings.journal
+            self._publish(Manifest(number, lsn, segment, bridge, (*earlier, Part.of(number, written))))
+            return number
+
+    def _publish(self, manifest: Manifest) -> None:
+        manifest.write(self._directory)
+        self._manifest, self._rebase = manifest, False
+        if not self._settings.journal:
+            with self._held():
+                self._stop_journal()
+        self._sweep()
+        if self._replica is not None:
+            self._replica.follow(manifest)
+
+    def _rotate(self) -> int:
+        """Go on in a new segment; its number. Under the shard's lock.
+
+        Without a journal there is one only while a snapshot is taken: it brings buckets of different moments together.
+        """
+        earlier, self._segment = self._segment, Segment(self._directory, self._next_segment, fsync=self._fsync)
+        if earlier is not None:
+            earlier.close()
+        self._next_segment += 1
+        if self._replica is not None:
+            self._replica.begin()
+        return self._segment.number
+
+    def _stop_journal(self) -> None:
+        """Under the shard's lock."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def _about(self) -> dict[str, Any]:
+        return {"server": self._shard.server, "job": self._shard.job.to_json()}
+
+    def _too_many_deltas(self) -> bool:
+        """Deltas that are together larger than the base cost more to restore and to keep than a new base."""
+        if self._manifest is None:
+            return True
+        base, *deltas = self._manifest.chain
+        return len(deltas) >= MAX_DELTAS or sum(part.bytes for part in deltas) > base.bytes
+
+    def _sweep(self) -> None:
+        """Remove what the manifest no longer needs, and what interrupted writes left. Other files are not ours."""
+        manifest = self._manifest
+        keep = {part.file for part in manifest.chain} if manifest is not None else set()
+        for pattern in ("snapshot-*.rec", ".*.writing"):
+            for path in self._directory.glob(pattern):
+                if path.name not in keep:
+                    path.unlink()
+        current = self._segment.number if self._segment is not None else None
+        for number, path in segments(self._directory).items():
+            if number != current and not (manifest is not None and manifest.needs(number)):
+                path.unlink()
+
+    def _watch(self) -> None:
+        while not self._closed:
+            behind = self._replica is not None and self._replica.behind
+            self._due.wait(min(CATCH_UP, self._settings.snapshot_every) if behind else self._settings.snapshot_every)
+            self._due.clear()
+            if not self._closed:
+                self._take()
+
+    def _take(self) -> None:
+        behind = self._replica is not None and self._replica.behind
+        unchanged = self._manifest is not None and self._shard.lsn == self._manifest.lsn
+        if self._shard.broken or (unchanged and not behind):
+            return
+        try:
+            self.snapshot()
+        except EchelonError as error:
+            if not self._closed:
+                print(f"echelon: no snapshot of server {self._shard.server}: {error}", file=sys.stderr, flush=True)
+                self._stopped.wait(AFTER_FAILURE)
+
+    # ---- checkpoints ----
+
+    def save(self, path: Path, step: int) -> None:
+        """Write this server's part of a checkpoint, while others may go on training.
+
+        A step of a synchronous job that is applied meanwhile would mix two versions: then it is written once more, with
+        changes held up. Elsewhere updates have no common moment, and each bucket is as of its own.
+        """
+        with self._one_at_a_time:
+            if self._save(path, step) or self._shard.job.mode != "sync":
+                return
+            with self._held():
+                self._save(path, step)
+
+    def _save(self, path: Path, step: int) -> bool:
+        """Write it; whether the version stayed the same."""
+        with self._held() as shard:
+            lsn, version, facts = shard.lsn, shard.version, list(shard.facts())
+        save_part(self._held, path, shard.server, shard.job, step, facts, lsn)
+        return shard.version == version
+
+    def load(self, path: Path) -> int:
+        """Replace the shard's state by its share of a checkpoint of any number of servers; the checkpoint's step."""
+        with self._one_at_a_time, Saved(path) as saved:
+            check(self._shard, saved)
+            saved.verify()
+            with self._held() as shard:
+                fill(shard, saved)
+            self.snapshot(base=True)
+            return saved.step
+
+    def export(self, path: Path, table: str, format: str, since: int | None = None) -> tuple[int, int]:
+        """Write a table, or what changed since snapshot ``since``; how many rows, and the snapshot it is the state of.
+
+        With several servers ``path`` becomes a directory with a part of each.
+        """
+        if table not in self._shard.tables:
+            raise UsageError(f"no table '{table}' to export{nearest(table, self._shard.tables)}")
+        with ExitStack() as stack:
+            with self._one_at_a_time:
+                # a base costs what writing the table costs, and later deltas can then be told apart from it
+                number = self.snapshot(base=since is None)
+                assert self._manifest is not None
+                # a file that is open stays readable when a later snapshot removes it
+                chain = self._manifest.opened(self._directory, stack, since)
+            servers = self._shard.job.servers
+            out = path if servers == 1 else path / f"part-{self._shard.server}-of-{servers}.{format}"
+            dim = self._shard.tables[table].dim
+            made = Exported(table, dim, chained(chain, table), delta=since is not None, version=number)
+            return write_table(made, out, format), number

@@ -1,0 +1,56 @@
+"""What a server that starts finds of the job that it held before: on its own disk, or on its neighbour's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import EchelonError
+from echelon.parameter_server.persistence.persistence import home_of
+from echelon.parameter_server.persistence.replication import Replica
+from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
+from echelon.parameter_server.persistence.snapshot import SnapshotFile
+from echelon.parameter_server.protocol.message import Frame
+
+#: Asked of a server by a server: which session it has open. Answered even while it is starting itself.
+SESSION = "session"
+
+
+def find_job(state: Path, server: int, ask: Callable[[Frame], Frame] | None) -> dict[str, Any] | None:
+    """The job, in its JSON form, whose state this server has or can fetch; None: there is none.
+
+    ask:  carries a frame to the next server, which may hold a replica
+    """
+    home = _newest_home(state, server)
+    if home is None and ask is not None:
+        home = _fetched_home(state, server, ask)
+    return None if home is None else _job_in(home)
+
+
+def _newest_home(state: Path, server: int) -> Path | None:
+    """Of the sessions that were served from here, the one that was written to last."""
+    homes = [manifest.parent for manifest in state.glob(f"*/{home_of(state, '', server).name}/{MANIFEST}")]
+    return max(homes, key=lambda home: max(path.stat().st_mtime for path in home.iterdir()), default=None)
+
+
+def _fetched_home(state: Path, server: int, ask: Callable[[Frame], Frame]) -> Path | None:
+    try:
+        session = ask(Frame({"op": SESSION, "worker": -1})).head.get(SESSION)
+    except EchelonError:  # it is not there; if it had a replica, the workers will say that state was lost
+        return None
+    if not isinstance(session, str):
+        return None
+    home = home_of(state, session, server)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return home if Replica(ask, server, home).fetch() else None
+
+
+def _job_in(home: Path) -> dict[str, Any] | None:
+    manifest = Manifest.read(home)
+    if manifest is None:
+        return None
+    newest = manifest.chain[-1]
+    with SnapshotFile(home / newest.file, newest.bytes, newest.index) as file:
+        job: dict[str, Any] = file.about["job"]
+        return job

@@ -1,0 +1,222 @@
+"""A replica of a server's files on the next server: byte for byte, record by record.
+
+``Replica`` is the owner's side, ``Mirrors`` the side that keeps. What a journal gets is sent before a push is answered;
+snapshots follow when they are complete, then the manifest, then what it no longer needs goes. A neighbour that does not
+answer, or lacks what came before, does not stop training: the replica is behind, says so once, and the next snapshot
+brings it up to date.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.base.errors import CheckpointError, EchelonError
+from echelon.checkpoint.os_errors import cannot_write, first_line
+from echelon.parameter_server.persistence.journal import segment_number
+from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, Frame
+
+#: Names that a peer may ask this server to write or read.
+_NAME = re.compile(r"journal-\d{8,12}\.seg|snapshot-\d{8,12}\.rec|manifest\.json")
+_PIECE = 8 << 20
+
+
+class Mirrors:
+    """The files of other servers that this one keeps, under ``directory``/mirror-of-N."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def handle(self, frame: Frame) -> Frame:
+        """Answer ``mirror`` and ``mirrored``. Takes no lock of the shard: two servers may mirror each other."""
+        head = frame.head
+        server = head.get("server")
+        if type(server) is not int or server < 0:
+            raise EchelonError(f"a mirror of server {server!r} was asked for; servers are numbers from 0 on")
+        home = self._directory / f"mirror-of-{server}"
+        try:
+            if head["op"] == "mirrored":
+                return self._read(home, head)
+            return self._write(home, head, frame.arrays)
+        except OSError as error:
+            raise CheckpointError(cannot_write(home, error)) from None
+
+    def _write(self, home: Path, head: dict[str, Any], pieces: Sequence[Any]) -> Frame:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if "keep" in head:
+            _trim(home, _names(head["keep"]), _count(head, "segment"))
+            return Frame({"ok": True})
+        path, offset = home / _checked(head.get("file")), _count(head, "offset")
+        aside = path.with_name(f".{path.name}.writing") if path.name == MANIFEST else path
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            size = os.fstat(handle).st_size
+            if size < offset:
+                return Frame({"ok": True, "behind": size})
+            os.ftruncate(handle, offset)
+            os.lseek(handle, offset, os.SEEK_SET)
+            for piece in pieces:
+                _write_piece(handle, memoryview(piece).cast("B"))
+        finally:
+            os.close(handle)
+        if aside is not path:
+            aside.replace(path)
+        return Frame({"ok": True})
+
+    def _read(self, home: Path, head: dict[str, Any]) -> Frame:
+        if "file" not in head:
+            found = list(home.iterdir()) if home.is_dir() else []
+            return Frame({"ok": True, "files": {p.name: p.stat().st_size for p in found if _NAME.fullmatch(p.name)}})
+        with (home / _checked(head["file"])).open("rb") as file:
+            file.seek(_count(head, "offset"))
+            return Frame({"ok": True}, [np.frombuffer(file.read(_PIECE), np.uint8)])
+
+
+class Replica:
+    """This server's files on the next server."""
+
+    def __init__(self, call: Callable[[Frame], Frame], server: int, directory: Path) -> None:
+        self._call, self._server, self._directory = call, server, directory
+        self.behind = True  #: the neighbour lacks something; the next segment starts anew
+        self._said = False
+
+    def begin(self) -> None:
+        """A new segment begins: what follows is sent again."""
+        self.behind = False
+
+    def append(self, file: str, offset: int, buffers: Sequence[Any]) -> None:
+        """Send a record that was just written. Returns when the neighbour has it, or is known to be behind."""
+        if self.behind:
+            return
+        pieces = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        if len(pieces) > MAX_ARRAYS:
+            pieces = [np.concatenate(pieces)]
+        self._guarded(lambda: self._send(file, offset, pieces))
+
+    def follow(self, manifest: Manifest) -> None:
+        """A snapshot is complete: send what it consists of, then let go of what it replaces."""
+        if not self.behind:
+            self._guarded(lambda: self._follow(manifest))
+
+    def fetch(self) -> bool:
+        """Bring what this server lost of its own files back from the neighbour; whether anything came."""
+        try:
+            there: dict[str, int] = self._ask({"op": "mirrored"}).head["files"]
+        except (EchelonError, KeyError) as error:
+            self._say(f"cannot ask for the replica of server {self._server} ({first_line(error)})")
+            return False
+        lost = self._lost(there)
+        for name in sorted(lost, key=lambda name: name == MANIFEST):
+            self._fetch(name, there[name])
+        return bool(lost)
+
+    def _lost(self, there: dict[str, int]) -> list[str]:
+        """What the neighbour has and this server needs: everything, or what its own manifest names and it lacks."""
+        own = Manifest.read(self._directory)
+        if own is None:
+            return list(there)
+        needed = {part.file for part in own.chain}
+        lost = []
+        for name, size in there.items():
+            path = self._directory / name
+            later = (segment := segment_number(name)) is not None and segment >= own.segment
+            if (later or name in needed) and (not path.exists() or path.stat().st_size < size):
+                lost.append(name)
+        return lost
+
+    def _fetch(self, name: str, size: int) -> None:
+        path = self._directory / _checked(name)
+        aside = path.with_name(f".{name}.writing")
+        with aside.open("wb") as file:
+            while file.tell() < size:
+                piece = self._ask({"op": "mirrored", "file": name, "offset": file.tell()}).arrays[0]
+                if not piece.size:
+                    raise CheckpointError(f"the replica of {path.name} is shorter than said; start the server again")
+                file.write(piece.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+
+    def _follow(self, manifest: Manifest) -> None:
+        there: dict[str, int] = self._ask({"op": "mirrored"}).head["files"]
+        for part in manifest.chain:
+            if there.get(part.file) != part.bytes:
+                self._send_file(part.file)
+        self._send_file(MANIFEST)
+        keep = [MANIFEST, *(part.file for part in manifest.chain)]
+        self._ask({"op": "mirror", "keep": keep, "segment": manifest.segment})
+
+    def _send_file(self, name: str) -> None:
+        offset = 0
+        for piece in _pieces(self._directory / name):
+            self._send(name, offset, [np.frombuffer(piece, np.uint8)])
+            offset += len(piece)
+
+    def _send(self, file: str, offset: int, pieces: Sequence[Any]) -> None:
+        answer = self._ask({"op": "mirror", "file": file, "offset": offset}, pieces)
+        if "behind" in answer.head:
+            raise CheckpointError(f"it lacks {file} from byte {answer.head['behind']} on")
+
+    def _ask(self, head: dict[str, Any], pieces: Sequence[Any] = ()) -> Frame:
+        answer = self._call(Frame({**head, "worker": -1, "server": self._server}, list(pieces)))
+        if "error" in answer.head:
+            raise EchelonError(str(answer.head["error"]))
+        return answer
+
+    def _guarded(self, send: Callable[[], None]) -> None:
+        try:
+            send()
+            self._said = False
+        except (EchelonError, OSError) as error:
+            self.behind = True
+            self._say(f"goes on without its replica on the next server ({first_line(error)})")
+
+    def _say(self, what: str) -> None:
+        if not self._said:
+            print(f"echelon: server {self._server} {what}", file=sys.stderr, flush=True)
+        self._said = True
+
+
+def _checked(name: Any) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise EchelonError(f"{name!r} is not the name of a journal, a snapshot or a manifest")
+    return name
+
+
+def _names(names: Any) -> list[str]:
+    if not isinstance(names, list):
+        raise EchelonError(f"keep={str(names)[:40]!r} of a mirror; it must be a list of names")
+    return [_checked(name) for name in names]
+
+
+def _count(head: dict[str, Any], name: str) -> int:
+    value = head.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise EchelonError(f"{name}={value!r} of a mirrored file; it must be 0 or more")
+    return value
+
+
+def _trim(home: Path, keep: Sequence[str], segment: int) -> None:
+    """Remove segments before ``segment``, and other files that are not to be kept."""
+    for path in home.iterdir():
+        number = segment_number(path.name)
+        if path.name not in keep if number is None else number < segment:
+            path.unlink()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _write_piece(handle: int, view: memoryview) -> None:
+    while view.nbytes:
+        view = view[os.write(handle, view) :]

@@ -1,0 +1,216 @@
+"""What a server's directory says its state is, and a shard brought back to it.
+
+    manifest.json             which snapshot files hold the state, and from which journal segment on to replay
+    snapshot-00000007.rec     a base or a delta
+    journal-00000012.seg      changes since
+    mirror-of-2/              the same files of server 2, whose replica this server keeps
+
+The manifest is replaced by a rename, so a kill at any moment leaves the earlier state or the later one, and the journal
+for both. Files that no manifest names are leftovers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint.directory import sync_directory
+from echelon.checkpoint.os_errors import cannot_read, cannot_write
+from echelon.parameter_server.persistence.journal import replay
+from echelon.parameter_server.persistence.snapshot import Kept, SnapshotFile, Written
+from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.table import Rows, Table
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A snapshot file of a chain."""
+
+    number: int
+    bytes: int
+    index: int
+    rows: int
+
+    @classmethod
+    def of(cls, number: int, written: Written) -> Part:
+        return cls(number, written.bytes, written.index, written.rows)
+
+    @property
+    def file(self) -> str:
+        return f"snapshot-{self.number:08d}.rec"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The newest complete snapshot: its LSN, the segment that follows, the base and the deltas it consists of.
+
+    bridge:  there is no journal but this segment, which brings the buckets to one moment
+    """
+
+    number: int
+    lsn: int
+    segment: int
+    bridge: bool
+    chain: tuple[Part, ...]
+
+    def needs(self, segment: int) -> bool:
+        """Whether a restore replays the segment of this number."""
+        return segment == self.segment if self.bridge else segment >= self.segment
+
+    def write(self, directory: Path) -> None:
+        """Make this what the directory's state is."""
+        write_json(directory / MANIFEST, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest | None:
+        path = directory / MANIFEST
+        if not path.exists():
+            return None
+        plain = read_json(path)
+        try:
+            chain = tuple(Part(**part) for part in plain.pop("chain"))
+            return cls(**plain, chain=chain)
+        except (TypeError, KeyError):
+            raise CheckpointError(f"{path} is not a manifest of ours; restore it from a copy") from None
+
+    def opened(self, directory: Path, stack: ExitStack, since: int | None = None) -> list[SnapshotFile]:
+        """The files of the chain, or those after snapshot ``since``, open and checked as wholes."""
+        if since is not None and not self.chain[0].number <= since < self.number:
+            raise UsageError(
+                f"changes since snapshot {since} cannot be told apart: this server knows those since "
+                f"{self.chain[0].number} up to {self.number}; export the whole table"
+            )
+        parts = [part for part in self.chain if since is None or part.number > since]
+        return [stack.enter_context(SnapshotFile(directory / part.file, part.bytes, part.index)) for part in parts]
+
+
+def write_json(path: Path, plain: dict[str, Any]) -> None:
+    """A small file with a checksum, complete under its name or not there."""
+    text = json.dumps(plain, separators=(",", ":"), sort_keys=True)
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        with aside.open("w") as file:
+            file.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(cannot_write(path, error)) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        crc, _, text = path.read_text(errors="replace").rstrip("\n").partition(" ")
+    except OSError as error:
+        raise cannot_read(path, error) from None
+    if crc != f"{zlib.crc32(text.encode()):08x}":
+        raise CheckpointError(f"{path} is damaged: it does not match its checksum; restore the file from a copy")
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
+class Restorable(Kept, Protocol):
+    """What a shard offers to be brought back."""
+
+    @property
+    def lock(self) -> Any: ...
+
+    @property
+    def server(self) -> int: ...
+
+    @property
+    def job(self) -> JobSpec: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def broken(self) -> str:
+        """Why the state is not what its journal says; '' where it is."""
+        ...
+
+    def facts(self) -> Sequence[Frame]:
+        """Everything but rows and dense blocks: version, sequence numbers, members, pending pushes, ..."""
+        ...
+
+    def restore_facts(self, facts: Sequence[Frame]) -> None: ...
+
+    def load_facts(self, facts: Sequence[Frame]) -> None:
+        """Of a checkpoint: version and table steps, but not who was there."""
+        ...
+
+    def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
+        """Changes up to these LSNs do not touch a bucket, or the dense blocks: they are in what was restored."""
+
+    def apply(self, frame: Frame) -> Any:
+        """Make a change that the journal holds, as when it was made first."""
+
+    def forget(self) -> None:
+        """Drop all rows, blocks and facts: a shard as it was when the job opened."""
+
+
+def restore(shard: Restorable, directory: Path, manifest: Manifest) -> int:
+    """Bring the shard to the state of ``directory``, all of it or nothing; how many changes were replayed."""
+    try:
+        with shard.lock, ExitStack() as stack:
+            files = manifest.opened(directory, stack)
+            for file in files:
+                _put(shard.tables, file)
+            newest = files[-1]
+            shard.dense.from_arrays(dict(newest.dense()))
+            shard.restore_facts(newest.facts())
+            shard.set_floors(_floors(newest), newest.dense_lsn)
+            count = 0
+            for record in replay(directory, manifest.segment, manifest.lsn, only_first=manifest.bridge):
+                shard.apply(record.frame)
+                if shard.lsn != record.lsn:
+                    raise CheckpointError(
+                        f"a record of {directory} is change {record.lsn}, but came as change {shard.lsn}; "
+                        "restore the directory from a copy"
+                    )
+                count += 1
+            shard.set_floors({}, 0)
+            return count
+    except BaseException:
+        shard.forget()
+        raise
+
+
+def _put(tables: Mapping[str, Table], file: SnapshotFile) -> None:
+    """A base's or delta's rows into the tables; they count as saved."""
+    for name, places in file.places.items():
+        if name not in tables:
+            raise CheckpointError(
+                f"{file.path} holds a table '{name}' that the job does not have; remove its directory"
+            )
+        table = tables[name]
+        for bucket in places:
+            if (rows := file.rows(name, bucket)) is not None:
+                put_rows(table, name, bucket, rows, file.path)
+            table.mark_clean(bucket)
+
+
+def put_rows(table: Table, name: str, bucket: int, rows: Rows, path: Path) -> None:
+    """Rows of a file into a table, if they are of its shape."""
+    if rows.records.ndim != 2 or rows.records.shape[1] != table.words or len(rows.records) != len(rows.ids):
+        raise CheckpointError(
+            f"{path} holds rows of {rows.records.shape[1:]} words for the table '{name}', which has {table.words}; "
+            "use the dim and optimizer that it was saved with"
+        )
+    table.put_rows(bucket, rows)
+
+
+def _floors(file: SnapshotFile) -> dict[str, dict[int, int]]:
+    return {name: {bucket: place.lsn for bucket, place in places.items()} for name, places in file.places.items()}

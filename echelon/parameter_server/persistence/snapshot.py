@@ -1,0 +1,243 @@
+"""One file with the state of one server: its facts, its tables bucket by bucket, its dense blocks, and where they lie.
+
+The same file is a base (all rows), a delta (rows that changed, ids that went) and a server's part of a checkpoint.
+Records in it: ``about``, facts, buckets, dense arrays, and last the index. A bucket, or a few small ones, is taken
+under the shard's lock and written after it is let go: training waits for no more, and no more is in memory twice.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import CheckpointError
+from echelon.checkpoint.os_errors import cannot_read, cannot_write
+from echelon.parameter_server.persistence.file_record import Record, Torn, encode, read, write_all
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.dense import Dense
+from echelon.parameter_server.table import Rows, Table
+
+FORMAT = 1
+#: Small buckets are taken together until they are as large as this, or took so many seconds: a busy lock that is asked
+#: for a thousand times makes a snapshot long.
+_TOGETHER, _MOMENT = 1 << 20, 0.001
+
+
+class Kept(Protocol):
+    """What a shard offers to be kept. All of it is called under the shard's lock."""
+
+    @property
+    def lsn(self) -> int: ...
+
+    @property
+    def tables(self) -> Mapping[str, Table]: ...
+
+    @property
+    def dense(self) -> Dense: ...
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished file: its size, where its index begins, and what its rows weigh."""
+
+    bytes: int
+    index: int
+    rows: int
+
+
+@dataclass
+class Place:
+    """Where a bucket lies in the file, and the LSN up to which it is right."""
+
+    lsn: int
+    offset: int  # -1: nothing changed, nothing written
+    rows: int
+
+
+class Writing:
+    """A file of records under construction."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self._handle = self._guarded(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+
+    def add(self, lsn: int, frame: Frame) -> int:
+        """Write a record; where it lies."""
+        offset = self.size
+        self.size += self._guarded(lambda: write_all(self._handle, encode(lsn, frame)))
+        return offset
+
+    def sync(self) -> None:
+        self._guarded(lambda: os.fsync(self._handle))
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except OSError as error:
+            raise CheckpointError(cannot_write(self.path, error)) from None
+
+
+#: A shard and its lock: ``with held() as shard``.
+Held = Callable[[], AbstractContextManager[Kept]]
+
+
+def write(
+    held: Held, path: Path, about: dict[str, Any], facts: Sequence[Frame], *, lsn: int, delta: bool, clean: bool
+) -> Written:
+    """Write the shard's state to ``path``; on the disk when this returns.
+
+    lsn:    that ``facts`` belong to
+    delta:  only what changed since the last time with ``clean``
+    clean:  what is written counts as saved: the next delta begins here
+    """
+    file = Writing(path)
+    try:
+        file.add(lsn, Frame({"format": FORMAT, **about}))
+        index: dict[str, Any] = {"facts": [file.add(lsn, frame) for frame in facts]}
+        with held() as shard:
+            tables = {name: list(table.buckets) for name, table in shard.tables.items()}
+        places = {name: _write_table(held, file, name, buckets, delta, clean) for name, buckets in tables.items()}
+        index["dense_lsn"], index["dense"] = _write_dense(held, file)
+        index["tables"] = {name: len(places[name]) for name in places}
+        flat = [[bucket, p.lsn, p.offset, p.rows] for table in places.values() for bucket, p in table.items()]
+        start = file.add(lsn, Frame(index, [np.array(flat, np.int64).reshape(-1, 4)]))
+        file.sync()
+        return Written(file.size, start, sum(row[3] for row in flat))
+    finally:
+        file.close()
+
+
+def _write_table(
+    held: Held, file: Writing, name: str, buckets: list[int], delta: bool, clean: bool
+) -> dict[int, Place]:
+    places, left = {}, buckets[::-1]
+    while left:
+        with held() as shard:
+            lsn, taken = shard.lsn, _take(shard.tables[name], left, delta, clean)
+        for bucket, rows in taken:
+            count = len(rows.ids) + len(rows.removed)
+            frame = Frame({"table": name, "bucket": bucket}, [rows.ids, rows.records, rows.removed])
+            places[bucket] = Place(lsn, file.add(lsn, frame) if count else -1, count)
+    return places
+
+
+def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple[int, Rows]]:
+    """The next bucket of ``left`` (from its end), and more if they are small."""
+    taken: list[tuple[int, Rows]] = []
+    nbytes, until = 0, time.monotonic() + _MOMENT
+    while left and not (taken and (nbytes >= _TOGETHER or time.monotonic() > until)):
+        bucket = left.pop()
+        rows = table.rows_of(bucket, changed_only=delta)
+        if clean:
+            table.mark_clean(bucket)
+        taken.append((bucket, rows))
+        nbytes += rows.records.nbytes
+    return taken
+
+
+def _write_dense(held: Held, file: Writing) -> tuple[int, list[int]]:
+    """All dense blocks are of one LSN: copied under the lock, written after it."""
+    with held() as shard:
+        lsn, arrays = shard.lsn, shard.dense.to_arrays()
+    return lsn, [file.add(lsn, Frame({"dense": name}, [arrays.pop(name)])) for name in list(arrays)]
+
+
+@dataclass
+class SnapshotFile:
+    """A file that was written, open for reading. What is read is verified."""
+
+    path: Path
+    bytes: int
+    index: int
+    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+
+    def __enter__(self) -> SnapshotFile:
+        try:
+            self._handle = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise cannot_read(self.path, error) from None
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._handle)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+    def _open(self) -> None:
+        size = os.fstat(self._handle).st_size
+        if size != self.bytes:
+            change = "truncated" if size < self.bytes else "changed"
+            raise CheckpointError(
+                f"{self.path} is {change}: {size} bytes instead of {self.bytes}; restore the file from a copy"
+            )
+        self.about = self.at(0).frame.head
+        if self.about.get("format") != FORMAT:
+            raise CheckpointError(f"{self.path} is of format {self.about.get('format')}, this version reads {FORMAT}")
+        frame = self.at(self.index).frame
+        self._heads, flat, start = frame.head, frame.arrays[0], 0
+        for name, count in self._heads["tables"].items():
+            part = flat[start : start + count].tolist()
+            self.places[name] = {bucket: Place(lsn, offset, rows) for bucket, lsn, offset, rows in part}
+            start += count
+
+    def at(self, offset: int) -> Record:
+        """The record that begins at ``offset``."""
+        try:
+            return read(self._handle, self.path, offset, self.bytes)
+        except Torn:
+            raise CheckpointError(
+                f"{self.path} is damaged at byte {offset}: a record runs over its end; restore the file from a copy"
+            ) from None
+
+    @property
+    def dense_lsn(self) -> int:
+        return int(self._heads["dense_lsn"])
+
+    def facts(self) -> list[Frame]:
+        return [self.at(offset).frame for offset in self._heads["facts"]]
+
+    def dense(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        for offset in self._heads["dense"]:
+            frame = self.at(offset).frame
+            yield frame.head["dense"], frame.arrays[0]
+
+    def rows(self, table: str, bucket: int) -> Rows | None:
+        """The rows of a bucket; None when the file has none of it."""
+        place = self.places.get(table, {}).get(bucket)
+        if place is None or place.offset < 0:
+            return None
+        ids, records, removed = self.at(place.offset).frame.arrays
+        return Rows(ids, records, removed)
+
+    def verify(self) -> None:
+        """Read everything once: raises when anything is not as it was written."""
+        offset = 0
+        while offset < self.bytes:
+            offset = self.at(offset).end
+
+
+def merged(older: Rows | None, newer: Rows | None) -> Rows | None:
+    """A bucket's rows with a later delta upon them."""
+    if older is None or newer is None:
+        return newer if older is None else older
+    kept = ~np.isin(older.ids, np.concatenate([newer.ids, newer.removed]))
+    gone = older.removed[~np.isin(older.removed, newer.ids)]
+    return Rows(
+        np.concatenate([older.ids[kept], newer.ids]),
+        np.concatenate([older.records[kept], newer.records]),
+        np.unique(np.concatenate([gone, newer.removed])),
+    )

@@ -1,0 +1,191 @@
+"""A table as a file that other programs read: Parquet or safetensors, whole or what changed since a snapshot.
+
+    Parquet      columns ``id`` (int64) and ``weights`` (a list of ``dim`` float32; null in a delta: the row is gone)
+    safetensors  tensors ``ids`` [n], ``weights`` [n, dim], and in a delta ``removed`` [m]
+
+Rows pass through bucket by bucket, so memory does not grow with the table. Ids that wait for admission have no row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import CheckpointError, UsageError, nearest
+from echelon.checkpoint.os_errors import cannot_write
+from echelon.parameter_server.persistence.checkpoint import Saved, locate
+from echelon.parameter_server.persistence.snapshot import SnapshotFile, merged
+from echelon.parameter_server.table import Rows
+from echelon.parameter_server.table.records import META, WAITING
+
+Format = Literal["parquet", "safetensors"]
+#: Rows of a Parquet row group, unless they weigh more than so many bytes.
+_GROUP_ROWS, _GROUP_BYTES = 1 << 16, 64 << 20
+#: Space for the header of a safetensors file, which is known when its rows are written.
+_HEADER = 1024
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Rows for a file, one bucket at a time. ``delta``: ids that went are part of it."""
+
+    name: str
+    dim: int
+    buckets: Iterable[Rows]
+    delta: bool = False
+    version: int = 0
+
+
+def write_table(table: Exported, out: Path, format: str | None = None) -> int:
+    """Write ``table`` to ``out``, complete under its name or not there; how many rows."""
+    format = format or out.suffix.removeprefix(".")
+    writers = {"parquet": _write_parquet, "safetensors": _write_safetensors}
+    if format not in writers:
+        raise UsageError(f"cannot export to '{out}' as '{format}'{nearest(format, writers)}")
+    aside = out.with_name(f".{out.name}.writing")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        count = writers[format](table, aside)
+        aside.replace(out)
+        return count
+    except OSError as error:
+        raise CheckpointError(cannot_write(out, error)) from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], table: str | None = None, format: str | None = None
+) -> int:
+    """Write a table of a checkpoint to a file, without servers; ``table`` may be left out where there is one."""
+    with Saved(locate(checkpoint)) as saved:
+        name = _chosen(table, saved.tables(), saved.path)
+        dim = next(spec.dim for spec in saved.jobs[0].tables if spec.name == name)
+        return write_table(Exported(name, dim, saved.buckets(name), version=saved.step), Path(out), format)
+
+
+def chained(files: list[SnapshotFile], table: str) -> Iterator[Rows]:
+    """A table's buckets with every delta of a chain upon them."""
+    for bucket in files[-1].places.get(table, {}):
+        rows: Rows | None = None
+        for file in files:
+            rows = merged(rows, file.rows(table, bucket))
+        if rows is not None:
+            yield rows
+
+
+def _chosen(table: str | None, known: list[str], path: Path) -> str:
+    if table is None and len(known) == 1:
+        return known[0]
+    if table in known:
+        assert table is not None
+        return table
+    if not known:
+        raise UsageError(f"{path} has no tables to export")
+    if table is None:
+        raise UsageError(f"{path} has the tables {', '.join(sorted(known))}; say which one to export")
+    raise UsageError(f"{path} has no table '{table}'{nearest(table, known)}")
+
+
+def _values(rows: Rows, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Ids and weights of the rows that exist."""
+    there = (rows.records[:, -META] & np.uint32(WAITING)) == 0
+    weights: NDArray[np.float32] = np.ascontiguousarray(rows.records[there, :dim]).view(np.float32)
+    return rows.ids[there], weights
+
+
+# ---- Parquet ----
+
+
+def _write_parquet(table: Exported, path: Path) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    facts = {"table": table.name, "version": str(table.version), "kind": "delta" if table.delta else "whole"}
+    schema = pa.schema([("id", pa.int64()), ("weights", pa.list_(pa.float32(), table.dim))], metadata=facts)
+    count, group, weight = 0, [], 0
+    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
+        for rows in table.buckets:
+            group.append(_batch(rows, table, schema))
+            weight += group[-1].num_rows
+            if weight >= _GROUP_ROWS or weight * table.dim * 4 >= _GROUP_BYTES:
+                count += _write_group(writer, group)
+                group, weight = [], 0
+        return count + _write_group(writer, group)
+
+
+def _batch(rows: Rows, table: Exported, schema: Any) -> Any:
+    import pyarrow as pa
+
+    ids, weights = _values(rows, table.dim)
+    gone = rows.removed if table.delta else rows.removed[:0]
+    mask = np.arange(len(ids) + len(gone)) >= len(ids)
+    flat = np.concatenate([weights.reshape(-1), np.zeros(len(gone) * table.dim, np.float32)])
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(flat), table.dim, mask=pa.array(mask) if mask.any() else None)
+    return pa.record_batch([pa.array(np.concatenate([ids, gone])), lists], schema=schema)
+
+
+def _write_group(writer: Any, group: list[Any]) -> int:
+    import pyarrow as pa
+
+    if not group:
+        return 0
+    together = pa.Table.from_batches(group)
+    writer.write_table(together, row_group_size=max(1, together.num_rows))
+    return int(together.num_rows)
+
+
+# ---- safetensors ----
+
+
+def _write_safetensors(table: Exported, path: Path) -> int:
+    """Weights as they come; ids and removed ones into files beside it, which follow when their numbers are known."""
+    with ExitStack() as stack:
+        out = stack.enter_context(path.open("wb"))
+        beside = {name: _beside(stack, path.with_name(f"{path.name}-{name}")) for name in ("ids", "removed")}
+        out.write(b" " * _HEADER)
+        counts = dict.fromkeys(beside, 0)
+        for rows in table.buckets:
+            ids, weights = _values(rows, table.dim)
+            out.write(weights.data)
+            for name, values in (("ids", ids), ("removed", rows.removed)):
+                beside[name].write(np.ascontiguousarray(values).data)
+                counts[name] += len(values)
+        for name in ("ids", "removed") if table.delta else ("ids",):
+            beside[name].seek(0)
+            shutil.copyfileobj(beside[name], out, 8 << 20)
+        out.seek(0)
+        out.write(_header(table, counts["ids"], counts["removed"]))
+        return counts["ids"]
+
+
+def _beside(stack: ExitStack, path: Path) -> BinaryIO:
+    """A file without a name: it goes with its handle."""
+    file = stack.enter_context(path.open("w+b"))
+    path.unlink()
+    return file
+
+
+def _header(table: Exported, rows: int, removed: int) -> bytes:
+    shapes: list[tuple[str, str, list[int]]] = [("weights", "F32", [rows, table.dim]), ("ids", "I64", [rows])]
+    if table.delta:
+        shapes.append(("removed", "I64", [removed]))
+    fields: dict[str, Any] = {"__metadata__": {"table": table.name, "version": str(table.version)}}
+    start = 0
+    for name, dtype, shape in shapes:
+        end = start + int(np.prod(shape)) * (4 if dtype == "F32" else 8)
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(fields, separators=(",", ":")).encode().ljust(_HEADER - 8)
+    if len(text) != _HEADER - 8:
+        raise UsageError(f"the name of table '{table.name[:40]}...' is too long for a safetensors header; use Parquet")
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,70 @@
+"""A frame as one row of a fixed Arrow schema: what travels on a stream between a worker and a server.
+
+Column 0 is the head, the others the arrays, each a buffer of its own. Nothing is joined together: Arrow hands the
+arrays' memory to the socket, and on the other side ``unpack`` looks at the memory that the message arrived in.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, MAX_HEAD, Frame, FrameError, pack, unpack
+
+_BLOB = pa.large_binary()
+SCHEMA = pa.schema([("head", _BLOB), *((f"array{at}", _BLOB) for at in range(MAX_ARRAYS))])
+_OFFSETS = struct.Struct("<qq")
+
+
+def _column(body: Any, size: int) -> Any:
+    return pa.Array.from_buffers(_BLOB, 1, [None, pa.py_buffer(_OFFSETS.pack(0, size)), pa.py_buffer(body)], 0)
+
+
+_ABSENT = [_column(b"", 0)] * MAX_ARRAYS
+
+
+def to_batch(frame: Frame) -> Any:
+    """The frame as a record batch of one row; its arrays must stay unchanged until it is sent."""
+    head, bodies = pack(frame)
+    columns = [_column(head, len(head)), *(_column(body, body.nbytes) for body in bodies), *_ABSENT[len(bodies) :]]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def from_batch(batch: Any) -> Frame:
+    """The reverse, for a batch of ``SCHEMA``; what a stranger may have made up is checked before it is touched."""
+    if batch is None or batch.num_rows != 1:
+        raise FrameError(f"a message of {0 if batch is None else batch.num_rows} rows; it must have one")
+    head = _body(batch, 0)
+    if len(head) > MAX_HEAD:
+        raise FrameError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
+    return unpack(bytes(head), _Bodies(batch))
+
+
+class _Bodies(Sequence[memoryview]):
+    """The arrays' bytes, looked up only as far as the head names arrays."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return MAX_ARRAYS
+
+    def __getitem__(self, at: Any) -> Any:
+        if at >= MAX_ARRAYS:
+            raise IndexError(at)
+        return _body(self._batch, at + 1)
+
+
+def _body(batch: Any, at: int) -> memoryview:
+    """One cell's memory. Arrow does not check offsets that came over the wire, so this does."""
+    column = batch.column(at)
+    valid, offsets, data = column.buffers()
+    if valid is not None or column.offset or offsets is None or offsets.size < _OFFSETS.size:
+        raise FrameError("a message whose columns are not plain bytes")
+    first, last = _OFFSETS.unpack_from(offsets)
+    if not 0 <= first <= last <= (data.size if data is not None else 0):
+        raise FrameError(f"a message whose bytes {first} to {last} are not there")
+    return memoryview(data)[first:last] if data is not None else memoryview(b"")

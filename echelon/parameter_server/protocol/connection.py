@@ -1,0 +1,163 @@
+"""One connection to a server over Arrow Flight, and what its failures mean."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+from typing import Any
+
+from pyarrow import flight
+
+from echelon.base.endpoints import split_endpoint
+from echelon.base.environment import PS_CA, PS_CERT, PS_KEY, PS_TOKEN
+from echelon.base.security import Security
+from echelon.parameter_server.protocol.arrow_wire import SCHEMA, from_batch
+from echelon.parameter_server.protocol.message import Frame
+
+#: Names the one kind of stream there is.
+STREAM = b"frames"
+#: Each connection is its own, so that a failed one does not delay the next; no proxy lies between a job's processes.
+_CHANNEL = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+
+
+class Broken(Exception):
+    """The connection is gone, and another may be made."""
+
+
+class Connection:
+    """One connection to a server, and at most one stream on it. Raises what gRPC raises."""
+
+    def __init__(self, endpoint: str, security: Security) -> None:
+        quiet_grpc()
+        self._client = flight.FlightClient(
+            security.client_location(endpoint), generic_options=_CHANNEL, **security.client_options()
+        )
+        self._headers = security.headers()
+        self._writer: Any = None
+        self._reader: Any = None
+
+    def act(self, name: str, head: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Ask a small question outside the stream."""
+        options = flight.FlightCallOptions(timeout=timeout, headers=self._headers)
+        results = list(self._client.do_action(flight.Action(name, json.dumps(head).encode()), options))
+        answer: dict[str, Any] = json.loads(results[0].body.to_pybytes()) if results else {}
+        return answer
+
+    def open(self) -> None:
+        options = flight.FlightCallOptions(headers=self._headers)
+        self._writer, self._reader = self._client.do_exchange(flight.FlightDescriptor.for_path(STREAM), options)
+        self._writer.begin(SCHEMA)
+
+    def write(self, batch: Any) -> None:
+        self._writer.write_batch(batch)
+
+    def read(self) -> Frame:
+        try:
+            return from_batch(self._reader.read_chunk().data)
+        except StopIteration:
+            raise Broken("the server ended the stream") from None
+
+    def cut(self) -> None:
+        """Make whoever reads or writes return with an error. May be called from any thread."""
+        if self._reader is not None:
+            with contextlib.suppress(Exception):
+                self._reader.cancel()
+
+    def close(self) -> None:
+        self.cut()
+        for end in (self._writer, self._client):
+            with contextlib.suppress(Exception):  # it is broken already; nothing is left to be told
+                end.close()
+
+
+def quiet_grpc() -> None:
+    """gRPC writes its own lines about failed handshakes to stderr; ours say it, once."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks, and without what gRPC adds for its own developers."""
+    text = " ".join(str(error).split())
+    return text.split(". gRPC client debug context")[0].split(". Detail: ")[0].split("with message: ")[-1][:500]
+
+
+def refusal(error: BaseException, security: Security) -> str | None:
+    """What a server's refusal says, if a second try would be refused, too; None for anything that may pass."""
+    if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+        return f"does not take this process's token; set {PS_TOKEN} to the same value on workers and servers"
+    text = str(error)
+    if "wrong version number" in text.lower():
+        return f"does not speak TLS, as {PS_CA} asks for; give the server {PS_CERT} and {PS_KEY}, or unset it here"
+    if "certificate verify failed" in text:
+        why = text.rpartition("certificate verify failed: ")[2].split(". gRPC")[0]
+        return f"has a certificate that {security.authority} has not signed ({why}); set {PS_CA} to the right one"
+    return None
+
+
+def foreign(error: BaseException) -> str | None:
+    """Return what is wrong where a program answers that does not speak a server's protocol; else None."""
+    text = str(error)
+    if "Failed parsing HTTP/2" not in text and "http1.x server" not in text:
+        return None
+    speech = "it speaks HTTP/1" if "http1.x server" in text else "it answers in another protocol"
+    return f"is no parameter server: another program has that port ({speech}); choose another port for the server"
+
+
+def explain(error: BaseException, endpoint: str) -> str:
+    """Return why a connection failed, in the user's words where the reason is a common one."""
+    text = one_line(error)
+    if "Connection refused" in text:
+        return "nothing listens there"
+    if isinstance(error, flight.FlightTimedOutError):
+        if _accepts(endpoint):
+            return "what listens there does not answer: another program, or a server that is stopped"
+        return "its host does not answer"
+    return text
+
+
+def _accepts(endpoint: str) -> bool:
+    host, port = split_endpoint(endpoint)
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def turned_away(error: BaseException, endpoint: str, security: Security) -> str | None:
+    """Whether a server that just hangs up does so for want of TLS or of a certificate: ask it in TLS.
+
+    Twice, because one that is killed hangs up, too, but does not take the second call.
+    """
+    if "Socket closed" not in str(error) and "Connection reset" not in str(error):
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if security.authority is not None and security.certificate is not None:
+        context.load_cert_chain(security.certificate, security.key)
+    if security.authority is None:
+        line = f"speaks TLS; set {PS_CA} to the file of the authority that signed its certificate"
+        return None if _speaks(endpoint, context) is None else line
+    if any(_speaks(endpoint, context) != "" for _ in range(2)):
+        return None
+    return f"lets in only clients whose certificate it trusts; set {PS_CERT} and {PS_KEY} to one that it does"
+
+
+def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:
+    """None: no TLS there. Else "heard" if the server has something to say after the handshake, "" if it hangs up."""
+    host, port = split_endpoint(endpoint)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with context.wrap_socket(socket.socket(family, kind, protocol)) as secure:
+            secure.settimeout(1.0)
+            secure.connect(address)
+            try:
+                return "heard" if secure.recv(1) else ""
+            except OSError:  # an alert, or a reset: the server has judged our certificate
+                return ""
+    except OSError:
+        return None

@@ -1,0 +1,84 @@
+"""Where dense parameters live: cut into blocks of whole rows, dealt out to servers. Every worker computes the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from echelon.base.errors import UsageError
+from echelon.parameter_server.protocol.hashing import stable_hash
+from echelon.parameter_server.protocol.job_spec import Block
+
+#: Fewer entries than this are not worth a block of their own.
+MIN_BLOCK = 8192
+
+#: Given the blocks' names and the number of servers, the server of each.
+Dispatcher = Callable[[Sequence[str], int], Sequence[int]]
+SplitMethod = str | Dispatcher
+
+
+class Piece(NamedTuple):
+    """A dense parameter before it is cut. ``whole``: its optimizer looks at all of it, so it must not be."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+    whole: bool = False
+
+
+def place(
+    pieces: Sequence[Piece],
+    servers: int,
+    method: SplitMethod = "round_robin",
+    *,
+    slice_up: bool = True,
+    min_block: int = MIN_BLOCK,
+) -> tuple[Block, ...]:
+    """All parameters as blocks, each with its server."""
+    cut = [
+        (piece, offset, length)
+        for piece in pieces
+        for offset, length in _cut(piece, servers if slice_up and not piece.whole else 1, min_block)
+    ]
+    names = [f"{piece.name}.block{index}" for index, (piece, _, _) in enumerate(cut)]
+    homes = _dispatch(names, servers, method)
+    return tuple(
+        Block(
+            parameter=piece.name,
+            offset=offset,
+            length=length,
+            shape=_shape(piece, length),
+            server=home,
+            group=piece.group,
+        )
+        for (piece, offset, length), home in zip(cut, homes, strict=True)
+    )
+
+
+def _cut(piece: Piece, servers: int, min_block: int) -> list[tuple[int, int]]:
+    size, row = math.prod(piece.shape), max(1, math.prod(piece.shape[1:]))
+    parts = min(servers, max(1, size // min_block))
+    length = max(1, -(-math.ceil(size / parts) // row) * row)  # rounded up to whole rows
+    return [(start, min(length, size - start)) for start in range(0, size, length)] or [(0, 0)]
+
+
+def _shape(piece: Piece, length: int) -> tuple[int, ...]:
+    if not piece.shape or length == math.prod(piece.shape):
+        return piece.shape
+    return (length // math.prod(piece.shape[1:]), *piece.shape[1:])
+
+
+def _dispatch(names: Sequence[str], servers: int, method: SplitMethod) -> list[int]:
+    if method == "round_robin":
+        return [index % servers for index in range(len(names))]
+    if method == "hash_name":
+        return [stable_hash(name) % servers for name in names]
+    if not callable(method):
+        raise UsageError(f"split_method={method!r} is neither 'round_robin' nor 'hash_name' nor a function")
+    homes = [int(home) for home in method(names, servers)]
+    if len(homes) != len(names):
+        raise UsageError(f"split_method placed {len(homes)} of {len(names)} blocks; it must return a server for each")
+    if wrong := next((home for home in homes if not 0 <= home < servers), None):
+        raise UsageError(f"split_method chose server {wrong}, but there are {servers}, counted from 0")
+    return homes

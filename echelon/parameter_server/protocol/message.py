@@ -1,0 +1,76 @@
+"""A message: a small JSON head and a few arrays. The one form in which anything travels to a server or into a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import EchelonError
+
+#: What an array may be made of.
+KINDS = {kind: np.dtype(kind) for kind in ("int64", "int32", "float32", "float64", "uint8", "uint32")}
+#: Limits of one message. What is larger is refused before memory is set aside for it.
+MAX_HEAD, MAX_ARRAYS, MAX_BYTES = 16 * 2**20, 8, 2 * 2**30
+
+
+class FrameError(EchelonError):
+    """Bytes that are no message of ours, or one beyond the limits."""
+
+
+@dataclass
+class Frame:
+    """``head`` is JSON; ``arrays`` are flat or shaped numpy arrays of the kinds above, at most eight."""
+
+    head: dict[str, Any]
+    arrays: list[NDArray[Any]] = field(default_factory=list)
+
+
+def pack(frame: Frame) -> tuple[bytes, list[memoryview]]:
+    """The head with the arrays' kinds and shapes in it, and the arrays' bytes, uncopied where they are contiguous."""
+    arrays = [np.ascontiguousarray(array) for array in frame.arrays]
+    shapes = [[array.dtype.name, list(array.shape)] for array in arrays]
+    head = json.dumps({**frame.head, "arrays": shapes}, separators=(",", ":")).encode()
+    if len(arrays) > MAX_ARRAYS or len(head) > MAX_HEAD or sum(array.nbytes for array in arrays) > MAX_BYTES:
+        raise FrameError(
+            f"a message of {len(arrays)} arrays and {sum(array.nbytes for array in arrays)} bytes is over the limits "
+            f"({MAX_ARRAYS} arrays, {MAX_BYTES} bytes); use smaller batches"
+        )
+    return head, [
+        memoryview(array.reshape(-1).view(np.uint8).data) if array.size else memoryview(b"") for array in arrays
+    ]
+
+
+def unpack(head: bytes, bodies: Sequence[Any]) -> Frame:
+    """The reverse; ``bodies`` are bytes-like. Anything that does not add up is a ``FrameError``."""
+    if len(head) > MAX_HEAD:
+        raise FrameError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
+    try:
+        known = json.loads(head)
+        shapes = known.pop("arrays")
+        if not isinstance(shapes, list) or len(shapes) > min(MAX_ARRAYS, len(bodies)):
+            raise ValueError("arrays that are not there")
+        return Frame(known, [_array(kind, shape, body) for (kind, shape), body in zip(shapes, bodies, strict=False)])
+    except FrameError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise FrameError(f"a message that cannot be read ({error})") from None
+
+
+def _array(kind: str, shape: list[int], body: Any) -> NDArray[Any]:
+    dtype = KINDS[kind]
+    size = 1
+    for extent in shape:
+        if type(extent) is not int or extent < 0:
+            raise ValueError(f"an extent of {extent!r}")
+        size *= extent
+    if size * dtype.itemsize != memoryview(body).nbytes or memoryview(body).nbytes > MAX_BYTES:
+        raise ValueError(f"{memoryview(body).nbytes} bytes for an array of {size} {kind}")
+    if not size:
+        return np.empty(shape, dtype)
+    array = np.frombuffer(body, dtype).reshape(shape)
+    return array if array.flags.aligned else array.copy()

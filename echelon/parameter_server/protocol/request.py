@@ -1,0 +1,305 @@
+"""What a worker asks of a shard, taken from a frame. Frames come from the network: nothing in them is believed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import EchelonError, nearest
+from echelon.parameter_server.protocol.hashing import mix
+from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.dense import Dense, check_settings
+from echelon.strategy.table_rules import state_width
+
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+#: Highest number of a worker, and of a step.
+MAX_WORKER, MAX_STEP = 2**20, 2**53
+OPTIONAL = ("ids", "rows", "dense", "pulled_rows", "pulled_dense", "blob")
+
+
+class RequestError(EchelonError):
+    """A request that makes no sense, or none now."""
+
+
+@dataclass
+class Layout:
+    """What a frame for one shard of a job must look like."""
+
+    job: JobSpec
+    buckets: range
+    dense: Dense
+    dims: dict[str, int] = field(init=False)
+    widths: dict[str, int] = field(init=False)  # of a record: weights and state
+
+    def __post_init__(self) -> None:
+        self.dims = {table.name: table.dim for table in self.job.tables}
+        self.widths = {table.name: table.dim + state_width(table.rule, table.dim) for table in self.job.tables}
+
+
+@dataclass
+class Pull:
+    """What a worker wants to read for a step: rows of some tables by their ids, and the dense blocks."""
+
+    worker: int
+    step: int
+    commit: int | None
+    peek: bool
+    dense: bool
+    state: bool
+    ids: dict[str, Ids]
+
+
+@dataclass
+class Push:
+    """A worker's update after a step."""
+
+    worker: int
+    seq: int
+    weight: float
+    loss: float
+    version: int
+    rates: dict[str, float]
+    limits: dict[str, int]
+    groups: list[dict[str, Any]]
+    kind: str
+    values: bool
+    commit: bool
+    ids: dict[str, Ids]
+    rows: dict[str, Floats]
+    dense: Floats | None
+    pulled_rows: dict[str, Floats]
+    pulled_dense: Floats | None
+    blob: NDArray[np.uint8] | None
+
+
+def read_pull(frame: Frame, layout: Layout) -> Pull:
+    head = frame.head
+    ids = _array(frame.arrays[0] if frame.arrays else np.empty(0, np.int64), np.int64, "ids")
+    commit = head.get("commit")
+    return Pull(
+        worker=worker_of(head),
+        step=whole(head, "step", -1),
+        commit=None if commit is None else whole(head, "commit", -1),
+        peek=flag(head, "peek"),
+        dense=flag(head, "dense"),
+        state=flag(head, "state"),
+        ids=_cut_ids(ids, _counts(head, layout), layout),
+    )
+
+
+def read_push(frame: Frame, layout: Layout) -> Push:
+    """A push whose every count, kind and length fits; ``check_numbers`` looks at the values."""
+    head, arrays = frame.head, _named(frame)
+    counts = _counts(head, layout)
+    kind = head.get("kind", "gradient")
+    widths = layout.widths if kind == "delta" else layout.dims
+    groups = head.get("groups", [])
+    check_settings(groups, len(layout.job.dense.groups))
+    wanted = "delta" if layout.job.mode == "geo" else "gradient"
+    if kind != wanted:
+        raise RequestError(f"a push of kind {kind!r} came in mode '{layout.job.mode}', which takes '{wanted}'")
+    if flag(head, "dense") != ("dense" in arrays):
+        raise RequestError("a push says that it has dense gradients and does not, or has some and does not say so")
+    return Push(
+        worker=worker_of(head),
+        seq=whole(head, "seq", 0),
+        weight=number(head, "weight", 1.0),
+        loss=_loss(head),
+        version=whole(head, "version", 0, default=0),
+        rates=_rates(head, layout),
+        limits=_limits(head, layout),
+        groups=groups,
+        kind=kind,
+        values=flag(head, "values"),
+        commit=flag(head, "commit"),
+        ids=_cut_ids(arrays.get("ids", np.empty(0, np.int64)), counts, layout),
+        rows=_cut_rows(arrays.get("rows", np.empty(0, np.float32)), counts, widths, "rows"),
+        dense=_of_length(arrays.get("dense"), layout.dense.size, "dense"),
+        pulled_rows=_pulled(arrays, counts, layout),
+        pulled_dense=_of_length(arrays.get("pulled_dense"), layout.dense.size, "pulled_dense"),
+        blob=arrays.get("blob"),
+    )
+
+
+def _pulled(arrays: dict[str, NDArray[Any]], counts: dict[str, int], layout: Layout) -> dict[str, Floats]:
+    return _cut_rows(arrays["pulled_rows"], counts, layout.dims, "pulled_rows") if "pulled_rows" in arrays else {}
+
+
+def check_numbers(push: Push, dense: Dense) -> None:
+    """Refuse a push with a NaN or an infinity in it, naming where."""
+    for kind, tables in (("gradient", push.rows), ("pulled value", push.pulled_rows)):
+        for name, rows in tables.items():
+            if not finite(rows):
+                raise RequestError(
+                    f"worker {push.worker}'s push {push.seq} has a {kind} of table '{name}' that is NaN or infinite; "
+                    "nothing of it was applied"
+                )
+    for kind, values in (("gradient", push.dense), ("pulled value", push.pulled_dense)):
+        if values is not None and not finite(values):
+            name = dense.name_at(int(np.flatnonzero(~np.isfinite(values))[0]))
+            raise RequestError(
+                f"worker {push.worker}'s push {push.seq} has a {kind} of parameter '{name}' that is NaN or infinite; "
+                "nothing of it was applied"
+            )
+
+
+def finite(values: Floats) -> bool:
+    return bool(np.isfinite(values).all())
+
+
+# ---- single values ----
+
+
+def worker_of(head: dict[str, Any], lowest: int = -1) -> int:
+    return whole(head, "worker", lowest, MAX_WORKER)
+
+
+def whole(head: dict[str, Any], name: str, lowest: int, highest: int = MAX_STEP, default: int | None = None) -> int:
+    value = head.get(name, default)
+    if type(value) is not int or not lowest <= value <= highest:
+        raise RequestError(
+            f"a request '{head.get('op')}' has {name}={_short(value)}; it must be a number from {lowest} on"
+        )
+    return value
+
+
+def number(head: dict[str, Any], name: str, default: float) -> float:
+    value = head.get(name, default)
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= 1e30:
+        raise RequestError(f"a request '{head.get('op')}' has {name}={_short(value)}; it must be a number of 0 or more")
+    return float(value)
+
+
+def _loss(head: dict[str, Any]) -> float:
+    """Return a worker's loss; one that is not finite is for the workers to judge."""
+    value = head.get("loss", 0.0)
+    if type(value) not in (int, float):
+        raise RequestError(f"a push has loss={_short(value)}; it must be a number")
+    return float(value)
+
+
+def flag(head: dict[str, Any], name: str) -> bool:
+    value = head.get(name, False)
+    if type(value) is not bool:
+        raise RequestError(f"a request '{head.get('op')}' has {name}={_short(value)}; it must be true or false")
+    return value
+
+
+def text(head: dict[str, Any], name: str) -> str:
+    value = head.get(name)
+    if not isinstance(value, str) or not value or len(value) > 4096 or "\0" in value:
+        raise RequestError(f"a request '{head.get('op')}' has {name}={_short(value)}; it must be text")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# ---- tables and arrays ----
+
+
+def _counts(head: dict[str, Any], layout: Layout) -> dict[str, int]:
+    counts = head.get("tables", {})
+    if not isinstance(counts, dict):
+        raise RequestError(f"a request '{head.get('op')}' has tables={_short(counts)}; it must count ids by table")
+    for name, count in counts.items():
+        known_table(name, layout)
+        if type(count) is not int or count < 0:
+            raise RequestError(f"a request '{head.get('op')}' has {_short(count)} ids of table '{name}'")
+    return counts
+
+
+def known_table(name: Any, layout: Layout) -> str:
+    if not isinstance(name, str) or name not in layout.dims:
+        raise RequestError(f"this job has no table {_short(name)}{nearest(str(name)[:60], layout.dims)}")
+    return str(name)
+
+
+def _rates(head: dict[str, Any], layout: Layout) -> dict[str, float]:
+    rates = head.get("lrs", {})
+    if not isinstance(rates, dict):
+        raise RequestError(f"a push has lrs={_short(rates)}; it must give rates by table")
+    return {known_table(name, layout): number(rates, name, 0.0) for name in rates}
+
+
+def _limits(head: dict[str, Any], layout: Layout) -> dict[str, int]:
+    limits = head.get("limits", {})
+    if not isinstance(limits, dict):
+        raise RequestError(f"a push has limits={_short(limits)}; it must give rows by table")
+    return {known_table(name, layout): whole(limits, name, 1) for name in limits}
+
+
+def _named(frame: Frame) -> dict[str, NDArray[Any]]:
+    names = frame.head.get("has", [])
+    known = isinstance(names, list) and all(isinstance(name, str) and name in OPTIONAL for name in names)
+    if not known or len(names) != len(frame.arrays) or len(set(names)) != len(names):
+        raise RequestError(f"a push has {len(frame.arrays)} arrays and calls them {_short(names)}")
+    kinds: dict[str, Any] = {"ids": np.int64, "blob": np.uint8}
+    return {
+        name: _array(array, kinds.get(name, np.float32), name)
+        for name, array in zip(names, frame.arrays, strict=True)
+    }  # fmt: skip
+
+
+def _array(array: NDArray[Any], kind: Any, name: str) -> NDArray[Any]:
+    if array.dtype != kind:
+        raise RequestError(f"{name} are {array.dtype}, expected {np.dtype(kind)}")
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _of_length(array: NDArray[Any] | None, length: int, name: str) -> Floats | None:
+    if array is not None and len(array) != length:
+        raise RequestError(f"{name} has {len(array)} entries; this server's blocks have {length}")
+    return array
+
+
+def _cut_ids(ids: Ids, counts: dict[str, int], layout: Layout) -> dict[str, Ids]:
+    if len(ids) != sum(counts.values()):
+        raise RequestError(f"{len(ids)} ids came for counts of {sum(counts.values())}")
+    buckets = layout.buckets
+    if len(buckets) < BUCKETS and len(ids):
+        foreign = _foreign(ids, buckets.start, buckets.stop, BUCKETS)
+        if foreign >= 0:
+            raise RequestError(f"id {ids[foreign]} belongs to another server than this; servers and workers disagree")
+    return dict(_parts(ids, counts, dict.fromkeys(counts, 1)))
+
+
+def _cut_rows(rows: Floats, counts: dict[str, int], widths: dict[str, int], name: str) -> dict[str, Floats]:
+    total = sum(count * widths[table] for table, count in counts.items())
+    if len(rows) != total:
+        raise RequestError(f"{name} has {len(rows)} entries; its tables' ids need {total}")
+    return {table: part.reshape(-1, widths[table]) for table, part in _parts(rows, counts, widths)}
+
+
+def _parts(flat: Any, counts: dict[str, int], widths: dict[str, int]) -> Iterator[tuple[str, Any]]:
+    at = 0
+    for table, count in counts.items():
+        size = count * widths[table]
+        yield table, flat[at : at + size]
+        at += size
+
+
+def _find_foreign(ids: Any, first: int, stop: int, buckets: int) -> int:
+    """The first id whose bucket is not in [first, stop), or -1."""
+    for i in range(ids.size):
+        bucket = ((mix(ids[i]) >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)
+        if bucket < np.uint64(first) or bucket >= np.uint64(stop):
+            return i
+    return -1
+
+
+_ANY_IDS = numba.types.Array(numba.types.int64, 1, "C", readonly=True, aligned=False)
+_foreign: Callable[[Ids, int, int, int], int] = numba.njit(
+    numba.types.int64(_ANY_IDS, numba.types.int64, numba.types.int64, numba.types.int64), nogil=True, cache=True
+)(_find_foreign)

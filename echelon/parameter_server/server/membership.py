@@ -1,0 +1,148 @@
+"""What the servers of a job decide together: who is dropped, and when a newcomer begins. Server 0 has the word.
+
+A worker tells each server by itself that its push counts (commit), so when it dies some servers may know and others
+not. Server 0 therefore fences it first: every server refuses whatever still comes from it and says how far it has
+committed. The furthest of these steps is the last one that the worker took part in, on all servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from echelon.base.errors import EchelonError, PeerLost
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.request import RequestError
+
+if TYPE_CHECKING:
+    from echelon.parameter_server.server.shard import Shard
+
+log = logging.getLogger("echelon.parameter_server")
+
+#: Carries a frame to another server of the job and brings its answer.
+Ask = Callable[[int, Frame], Frame]
+
+
+class Council:
+    """One server's part in it. Its own lock is never wanted by somebody who holds the shard's."""
+
+    def __init__(self, shard: Shard, ask: Ask | None) -> None:
+        self._shard, self._ask_server = shard, ask
+        self._deciding = threading.RLock()
+        self._asked: dict[int, float] = {}
+
+    # ---- somebody waits ----
+
+    def look_after(self, missing: dict[int, str], what: str, waited: float) -> None:
+        """Drop whoever is missing and silent; raise when waiting cannot help."""
+        if missing == {-1: "a worker is joining"}:
+            self._thaw_if_left()
+        for worker, why in missing.items():
+            if worker >= 0:
+                self._look_after(worker, f"worker {worker} {why}", what, waited)
+
+    def _look_after(self, worker: int, why: str, what: str, waited: float) -> None:
+        shard, patience = self._shard, self._shard.job.patience
+        silent = shard.beats.silent_for(worker)
+        if silent < patience:
+            return
+        story = f"server {shard.server} has waited {waited:.0f} s for {what}: {why}"
+        if not shard.store.begun:
+            raise PeerLost(f"{story} and has been silent for {silent:.0f} s; start it again")
+        if not shard.beats.ever(worker) and shard.server == 0:
+            if waited >= patience:
+                raise PeerLost(f"{story} and was never heard of; start it, or the job with fewer workers")
+            return
+        if not shard.members.is_live(worker):
+            raise PeerLost(f"{story}, though it has left; this server lost it: start from a checkpoint")
+        try:
+            self._settle_fate(worker)
+        except EchelonError as error:
+            if silent >= 2 * patience:
+                raise PeerLost(f"{story} and cannot be dropped ({error})") from None
+
+    def _settle_fate(self, worker: int) -> None:
+        if not self._deciding.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            if self._shard.server == 0:
+                self._drop(worker)
+            elif self._shard.beats.clock() >= self._asked.get(worker, 0.0):
+                self._asked[worker] = self._shard.beats.clock() + self._shard.job.patience / 10
+                self._follow(worker, self._ask(0, {"op": "verdict", "worker": worker, "step": self._shard.version}))
+        finally:
+            self._deciding.release()
+
+    def _follow(self, worker: int, verdict: dict[str, Any]) -> None:
+        if not verdict["member"]:
+            self._change({"op": "drop", "worker": worker, "last": int(verdict["last"])})
+
+    def _thaw_if_left(self) -> None:
+        """Server 0 froze for a newcomer and was restarted before it came: nobody else would thaw it."""
+        if self._deciding.acquire(blocking=False):
+            try:
+                self._change({"op": "thaw", "worker": -1})
+            finally:
+                self._deciding.release()
+
+    # ---- server 0 ----
+
+    def verdict(self, worker: int) -> dict[str, Any]:
+        """Asked by another server, for whom ``worker`` is silent."""
+        shard = self._shard
+        with self._deciding:
+            if shard.members.is_live(worker) and shard.beats.silent_for(worker) >= shard.job.patience:
+                if not shard.beats.ever(worker):
+                    raise PeerLost(f"worker {worker} was never heard of; start it, or the job with fewer workers")
+                self._drop(worker)
+            return {"member": shard.members.is_live(worker), "last": shard.members.last_step(worker)}
+
+    def _drop(self, worker: int) -> None:
+        """Decide once for all servers; they are told now, or learn it when they ask."""
+        shard, others = self._shard, range(1, self._shard.servers)
+        if not shard.members.is_live(worker):
+            return
+        fenced = [self._change({"op": "fence", "worker": worker})]
+        fenced += [self._ask(server, {"op": "fence", "worker": worker}) for server in others]
+        verdict = {"op": "drop", "worker": worker, "last": max(int(answer["committed"]) for answer in fenced)}
+        self._change(verdict)
+        silent = shard.beats.silent_for(worker)
+        log.warning("worker %d has been silent for %.0f s and is left out; the others go on without it", worker, silent)
+        for server in others:
+            self._ask(server, verdict)
+
+    def join(self, worker: int) -> dict[str, Any]:
+        """Let a newcomer, or one that was dropped, take part from the next step on, the same on all servers.
+
+        Meanwhile server 0 applies nothing: nobody gets the weights for the step after the next one, so that no server
+        can have passed it when the newcomer is made known there.
+        """
+        shard = self._shard
+        if shard.server != 0:
+            raise RequestError(f"worker {worker} asked server {shard.server} to join; server 0 lets workers join")
+        with self._deciding:
+            self._drop(worker)
+            entry = self._change({"op": "freeze", "worker": worker})
+            try:
+                entering = {"op": "enter", "worker": worker, "step": entry["step"], "last": entry["last"]}
+                for server in range(1, shard.servers):
+                    self._ask(server, entering)
+                self._change(entering)
+            finally:
+                self._change({"op": "thaw", "worker": worker})
+        return {"step": entry["step"], "version": entry["version"]}
+
+    # ---- inside ----
+
+    def _change(self, head: dict[str, Any]) -> dict[str, Any]:
+        return self._shard.change(self._shard.stamped(Frame(head)))
+
+    def _ask(self, server: int, head: dict[str, Any]) -> dict[str, Any]:
+        if self._ask_server is None:
+            raise PeerLost(f"server {self._shard.server} has no way to server {server}")
+        answer = self._ask_server(server, Frame(dict(head))).head
+        if "error" in answer:
+            raise EchelonError(str(answer["error"]))
+        return answer

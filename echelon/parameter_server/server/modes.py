@@ -1,0 +1,236 @@
+"""When updates come together: sync, async, bounded and geo behind one interface.
+
+A mode is changed under the shard's apply lock, by journaled requests only, and reads no clock: the same requests in the
+same order give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.request import Push, RequestError
+from echelon.parameter_server.server.dense import Floats
+from echelon.parameter_server.server.members import Members
+from echelon.parameter_server.server.staleness import Staleness
+from echelon.parameter_server.server.store import Store
+from echelon.parameter_server.table import merge
+
+#: Steps that a worker may push ahead of what is applied, in sync mode: what is held waits in memory.
+MOST_AHEAD = 16
+
+
+class Mode:
+    """``version`` counts what was applied: steps in sync mode, pushes in the others."""
+
+    def __init__(self, job: JobSpec, store: Store, members: Members, on_step: Callable[[], None]) -> None:
+        self.job, self.store, self.members, self.on_step = job, store, members, on_step
+        self.version = 0
+        self.frozen = False  #: a worker is joining: nothing more is applied until all servers know it
+        self.staleness = Staleness()
+        self.loss: float | None = None  #: mean over all workers in the last step; None: no worker had an example
+
+    # ---- changes ----
+
+    def check(self, push: Push) -> None:
+        """Refuse a push that is in order but comes at the wrong time."""
+
+    def take(self, push: Push, frame: Frame) -> int:
+        """A worker's next push; its staleness. ``frame`` is what it was read from."""
+        raise NotImplementedError
+
+    def commit(self, worker: int, seq: int) -> None:
+        """All servers have the worker's pushes up to ``seq``."""
+
+    def discard(self, worker: int, after: int) -> None:
+        """Forget pushes of a worker that do not count."""
+
+    def settle(self) -> None:
+        """Apply what can be, after members or commits have changed."""
+
+    # ---- questions ----
+
+    def may_read(self, worker: int, step: int) -> bool:
+        """May this worker have the weights for a step?"""
+        return not self.missing(worker, step)
+
+    def missing(self, worker: int, step: int) -> dict[int, str]:
+        """For whom the step has to wait, and what they have not done."""
+        return {}
+
+    def applied(self, worker: int, seq: int) -> bool:
+        """Is a push of a worker part of the weights?"""
+        return True
+
+    def entry(self) -> int:
+        """The step from which on a newcomer takes part: where the slowest is."""
+        live = [self.members.seats[worker].seq + 1 for worker in self.members.live()]
+        return min(live, default=max((seat.seq + 1 for seat in self.members.seats.values()), default=0))
+
+    # ---- keeping ----
+
+    def pending(self) -> list[Frame]:
+        """Pushes that were taken and not applied yet."""
+        return []
+
+    def hold(self, push: Push, frame: Frame) -> None:
+        """Take back a pending push."""
+
+
+class Sync(Mode):
+    """One step of all: the weighted mean of the gradients of those who take part, applied when all have committed."""
+
+    def __init__(self, job: JobSpec, store: Store, members: Members, on_step: Callable[[], None]) -> None:
+        super().__init__(job, store, members, on_step)
+        self._held: dict[int, dict[int, tuple[Push, Frame]]] = {}
+
+    def check(self, push: Push) -> None:
+        if push.seq > self.version + MOST_AHEAD:
+            raise RequestError(
+                f"worker {push.worker} pushed step {push.seq}, but step {self.version} is not applied yet; "
+                "pull the weights of a step before pushing it"
+            )
+
+    def take(self, push: Push, frame: Frame) -> int:
+        self.hold(push, frame)
+        if push.commit or self.job.servers == 1:
+            self.members.seats[push.worker].committed = push.seq
+        self.settle()
+        return max(0, push.seq - push.version)
+
+    def hold(self, push: Push, frame: Frame) -> None:
+        self._held.setdefault(push.seq, {})[push.worker] = (push, frame)
+
+    def commit(self, worker: int, seq: int) -> None:
+        self.members.seats[worker].committed = max(seq, self.members.seats[worker].committed)
+        self.settle()
+
+    def discard(self, worker: int, after: int) -> None:
+        for step, held in self._held.items():
+            if step > after:
+                held.pop(worker, None)
+
+    def settle(self) -> None:
+        while not self.frozen and not self._waits_for() and self._wanted():
+            held = self._held.pop(self.version, {})
+            self._apply([held[worker][0] for worker in self.members.at(self.version)])
+            self.version += 1
+            self.on_step()
+
+    def _wanted(self) -> bool:
+        """Does somebody take part in this step, or in a later one? A step that all left before is passed over."""
+        return bool(self.members.at(self.version) or self.members.live())
+
+    def missing(self, worker: int, step: int) -> dict[int, str]:
+        if self.version >= step:
+            return {}
+        pushed = self.members.seats[worker].seq
+        if pushed + 1 < step:
+            raise RequestError(f"worker {worker} wants the weights for step {step}, but its last push is {pushed}")
+        return self._waits_for() or {-1: "a worker is joining" if self.frozen else "no worker is left"}
+
+    def _waits_for(self) -> dict[int, str]:
+        held, seats = self._held.get(self.version, {}), self.members.seats
+        late = {worker: "has not pushed" for worker in self.members.at(self.version) if worker not in held}
+        unsure = {w: "has not confirmed its push" for w in held if seats[w].committed < self.version and w not in late}
+        return late | unsure
+
+    def applied(self, worker: int, seq: int) -> bool:
+        return seq < self.version
+
+    def entry(self) -> int:
+        return self.version + bool(self.members.at(self.version))
+
+    def pending(self) -> list[Frame]:
+        return [frame for _, held in sorted(self._held.items()) for _, (_, frame) in sorted(held.items())]
+
+    def _apply(self, pushes: list[Push]) -> None:
+        for push in pushes:
+            self.staleness.record(max(0, self.version - push.version))
+        total = sum(push.weight for push in pushes)
+        self.loss = sum(push.loss * push.weight for push in pushes if push.weight) / total if total else None
+        if not total:
+            return  # no worker had an example
+        shares = [push.weight / total for push in pushes]
+        for name in self.store.tables:
+            taking = [(push, share) for push, share in zip(pushes, shares, strict=True) if name in push.ids]
+            if taking:
+                self._apply_table(name, taking)
+        dense = [(p.dense, share) for p, share in zip(pushes, shares, strict=True) if p.dense is not None]
+        if dense:
+            groups = next((push.groups for push in pushes if push.groups), [])
+            self.store.update_dense(_weighted(dense), groups)
+
+    def _apply_table(self, name: str, taking: list[tuple[Push, float]]) -> None:
+        pushes = [push for push, _ in taking]
+        ids, rows = merge([p.ids[name] for p in pushes], [p.rows[name] for p in pushes], [share for _, share in taking])
+        rate = next((p.rates[name] for p in pushes if name in p.rates), None)
+        limit = min((p.limits[name] for p in pushes if name in p.limits), default=None)
+        self.store.update(name, ids, rows, rate, limit)
+
+
+def _weighted(parts: list[tuple[Floats, float]]) -> Floats:
+    """The weighted sum, in the order of the workers."""
+    first, share = parts[0]
+    total = first * np.float32(share)
+    for gradient, share in parts[1:]:
+        total += gradient * np.float32(share)
+    return total
+
+
+class Async(Mode):
+    """Each push is applied at once."""
+
+    def check(self, push: Push) -> None:
+        for name, ids in push.ids.items():
+            self.store.check_room(name, ids)
+
+    def take(self, push: Push, frame: Frame) -> int:
+        staleness = max(0, self.version - push.version)
+        self.members.seats[push.worker].committed = push.seq
+        self._apply(push)
+        self.staleness.record(staleness)
+        self.version += 1
+        self.on_step()
+        return staleness
+
+    def _apply(self, push: Push) -> None:
+        for name, ids in push.ids.items():
+            gradient = push.rows[name]
+            if self.job.compensate and name in push.pulled_rows:
+                gradient = self._caught_up(gradient, self.store.tables[name].pull(ids), push.pulled_rows[name])
+            self.store.update(name, ids, gradient, push.rates.get(name), push.limits.get(name))
+        if push.dense is not None:
+            gradient = push.dense
+            if self.job.compensate and push.pulled_dense is not None:
+                gradient = self._caught_up(gradient, self.store.dense.values(), push.pulled_dense)
+            self.store.update_dense(gradient, push.groups)
+
+    def _caught_up(self, gradient: Floats, now: Floats, pulled: Floats) -> Floats:
+        """What the gradient would be at the weights of now, to first order (DC-ASGD, Zheng et al. 2017)."""
+        return gradient + np.float32(self.job.compensate) * gradient * gradient * (now - pulled)
+
+
+class Bounded(Async):
+    """As async, but nobody is more than ``staleness`` steps ahead of the slowest."""
+
+    def missing(self, worker: int, step: int) -> dict[int, str]:
+        seats, lowest = self.members.seats, step - self.job.staleness
+        late = [other for other in self.members.live() if other != worker and seats[other].seq + 1 < lowest]
+        return {other: f"is at step {seats[other].seq + 1}" for other in late}
+
+
+class Geo(Async):
+    """Workers step by themselves and send what changed."""
+
+    def _apply(self, push: Push) -> None:
+        for name, ids in push.ids.items():
+            self.store.add(name, ids, push.rows[name], push.limits.get(name))
+        if push.dense is not None:
+            self.store.add_dense(push.dense)
+
+
+MODES: dict[str, type[Mode]] = {"sync": Sync, "async": Async, "bounded": Bounded, "geo": Geo}

@@ -1,0 +1,243 @@
+"""A server process: listens, holds its shard of the job that workers open, and ends when they are done.
+
+    python -m echelon.parameter_server.server.process          as the environment says ('echelon run' sets it)
+    python -m echelon.parameter_server.server.process --pservers A:1,B:1 --endpoint B:1 --trainers 4 --state DIR
+
+Exit codes: 0 the workers are done, 1 they never came or fell silent, 2 it was started wrongly, 128 + n a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from echelon.base.environment import PS_STATE
+from echelon.base.errors import EchelonError, PeerLost, UsageError
+from echelon.base.security import Security
+from echelon.base.wait_notice import WaitNotice
+from echelon.distributed.ps_role import Role, find_role
+from echelon.parameter_server.persistence.persistence import Keeper, home_of
+from echelon.parameter_server.persistence.recovery import SESSION, find_job
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.server.server_log import ServerFigures
+from echelon.parameter_server.server.server_peers import PATIENCE, Peers
+from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.server.worker_arrivals import Company
+
+#: Seconds between two looks at who is there.
+LOOK = 0.1
+#: Answered while the server is still finding out what it held: nothing here depends on that.
+UNGATED = ("beat", "stats", "mirror", "mirrored")
+#: Seconds for clients to hang up after the last worker has left.
+FAREWELL = 5.0
+#: Seconds for workers to hear why a server ends before they do; more than the time between two beats.
+LAST_WORD = 2.5
+
+
+def serve(role: Role, *, state: Path | None = None, security: Security | None = None) -> int:
+    """Be server ``role.index`` until the workers are done (0) or a signal comes (128 + its number).
+
+    Raises ``PeerLost`` when workers do not come or fall silent.
+
+    state:  where to keep what must outlive this process; None: the environment's word, or nothing is kept
+    """
+    security = security or Security.from_environment(token=role.token or None)
+    state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
+    _without_helpers()
+    post = Post(role, state, security)
+    with _signals(post.stop):
+        return post.hold()
+
+
+def _without_helpers() -> None:
+    """Each stream's thread would have helpers of its own in torch, which burn what workers need."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch is imported later, or never
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
+class Post:
+    """A server at its post: its port, its shard, and the watch over who is there."""
+
+    def __init__(self, role: Role, state: Path | None, security: Security) -> None:
+        self._role, self._state = role, state
+        self._peers = Peers(role.endpoints, security)
+        self._stop, self._revived, self._ending = threading.Event(), threading.Event(), threading.Event()
+        self._code = 0
+        keep = self._keeper if state is not None else None
+        self.shard = Shard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
+        self._server = Server(role.endpoints[role.index], self._handle, security)
+        self._company, self._reason = Company(role, self.shard), ""
+        self._figures = ServerFigures(role.index, self.shard, lambda: self._server.traffic)
+
+    def hold(self) -> int:
+        """Serve until there is a reason not to; the exit code."""
+        count = len(self._role.endpoints)
+        print(f"echelon: server {self._role.index} of {count} is ready at {self._server.endpoint}", flush=True)
+        try:
+            self._revive()
+            while not self._stop.wait(LOOK) and not self.shard.done():
+                self._company.check()
+                self._figures.look()
+        except EchelonError as error:
+            self._reason = str(error)
+            self._tell_reason()
+            raise
+        finally:
+            self._figures.close()
+            self._leave()
+        return self._code
+
+    def stop(self, number: int) -> None:
+        """End because of this signal; what was kept stays, for the next process to go on from."""
+        self._code = 128 + number
+        self._reason = f"server {self._role.index} was stopped by {signal.Signals(number).name}"
+        self._stop.set()
+
+    def _handle(self, frame: Frame, gone: Callable[[], bool]) -> Frame:
+        """Workers are answered when it is known whether this server has held their job before."""
+        op, worker = frame.head.get("op"), frame.head.get("worker")
+        if op in ("hello", "beat"):
+            self._company.greet(worker)
+        if self._ending.is_set():
+            self._company.tell(worker)
+            if op == "beat":
+                return Frame({"ok": True, "ending": self._reason})
+            raise PeerLost(self._reason)
+        if op == SESSION:
+            return Frame({"ok": True, SESSION: self.shard.job.session if self.shard.opened else None})
+        while op not in UNGATED and not self._revived.wait(LOOK):
+            if gone() or self._stop.is_set():
+                raise PeerLost(f"server {self._role.index} had not finished starting")
+        answer = self.shard.handle(frame, gone)
+        if self._ending.is_set():
+            self._company.tell(worker)
+        return Frame({**answer.head, **self._company.news()}) if op == "beat" else answer
+
+    def _tell_reason(self) -> None:
+        """Give the workers, which ask or beat every few seconds, the time to hear why this server ends."""
+        self._ending.set()
+        self.shard.dismiss(self._reason)
+        deadline = time.monotonic() + LAST_WORD
+        while self._server.streams and self._company.untold() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _revive(self) -> None:
+        """Bring the job back that an earlier process of this server held."""
+        if self._state is not None:
+            me = f"server {self._role.index}"
+            with WaitNotice(me, PATIENCE, component="ps").during(self._holder):
+                job = find_job(self._state, self._role.index, self._neighbour())
+            if job is not None and job["servers"] == len(self._role.endpoints):
+                answer = self.shard.handle(Frame({"op": "open", "worker": -1, "job": job}))
+                if "error" in answer.head:
+                    raise EchelonError(answer.head["error"])
+        self._revived.set()
+
+    def _leave(self) -> None:
+        """Hang up on the others first, and wait a little for them to do the same: a neighbour may still write here."""
+        done = self.shard.done()
+        self._peers.close()
+        deadline = time.monotonic() + (FAREWELL if done else 0.0)
+        while self._server.streams and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.shard.close(self._reason)
+        if done and self._state is not None:
+            shutil.rmtree(self._home(self.shard.job.session), ignore_errors=True)  # nobody will come back for it
+        self._server.close()
+
+    # ---- keeping ----
+
+    def _keeper(self, shard: Any) -> Keeper:
+        return Keeper(shard, self._home(shard.job.session), shard.job.keeping, self._neighbour())
+
+    def _neighbour(self) -> Callable[[Frame], Frame] | None:
+        """Asks the server that keeps the replica of this one; None: it is the only one."""
+        count = len(self._role.endpoints)
+        return partial(self._peers.ask, (self._role.index + 1) % count) if count > 1 else None
+
+    def _holder(self) -> str:
+        """Name the server of ``_neighbour``; '' if there is none."""
+        holder = (self._role.index + 1) % len(self._role.endpoints)
+        return (
+            ""
+            if holder == self._role.index
+            else f"server {holder} at {self._role.endpoints[holder]}, which may hold its replica"
+        )
+
+    def _home(self, session: str) -> Path:
+        assert self._state is not None
+        return home_of(self._state, session, self._role.index)
+
+
+@contextlib.contextmanager
+def _signals(stop: Any) -> Iterator[None]:
+    """End in order on SIGTERM and SIGINT."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, lambda number, _: stop(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end(code: int) -> NoReturn:
+    """Leave the process at once: Python's own end would wait, inside gRPC, for streams that only clients can close."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process's main; a mistake is one line on stderr."""
+    logging.basicConfig(format="echelon: %(message)s")
+    try:
+        given = _parser().parse_args(argv)
+        security = Security.from_environment()
+        role = find_role(
+            role="server",
+            pservers=given.pservers,
+            current_endpoint=given.endpoint,
+            trainers=given.trainers,
+            join_timeout=given.join_timeout,
+            token=security.token,
+        )
+        return serve(role, state=given.state, security=security)
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m echelon.parameter_server.server.process", description="One parameter server of a job."
+    )
+    parser.add_argument("--pservers", help="HOST:PORT of every server, with commas, the same everywhere")
+    parser.add_argument("--endpoint", help="which of them this one is")
+    parser.add_argument("--trainers", type=int, help="workers of the job")
+    parser.add_argument("--state", type=Path, help="directory for what must outlive the process")
+    parser.add_argument("--join-timeout", type=float, help="seconds to wait for the workers")
+    return parser
+
+
+if __name__ == "__main__":
+    end(main())

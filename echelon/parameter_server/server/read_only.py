@@ -1,0 +1,47 @@
+"""A server of a checkpoint: answers readers with its rows, takes no updates, and stays until it is told to end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.base.security import Security
+from echelon.distributed.ps_role import Role
+from echelon.parameter_server.persistence.checkpoint import Saved, load_into, locate
+from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.server.shard import Shard
+
+
+def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
+    """Be server ``role.index`` of those that share the checkpoint; the exit code, 128 + n for signal n."""
+    path = locate(checkpoint)
+    with Saved(path) as saved:
+        job = _shared_by(saved.jobs[0], len(role.endpoints))
+    shard = Shard(role.index, job.servers, read_only=True)
+    shard.install(job)
+    step = load_into(shard, path)
+    server = Server(role.endpoints[role.index], shard.handle, security)
+    print(f"echelon: server {role.index} of {job.servers} serves step {step} at {server.endpoint}", flush=True)
+    number = _signal()
+    server.close()
+    return 128 + number
+
+
+def _shared_by(job: JobSpec, servers: int) -> JobSpec:
+    """The job of the checkpoint on another number of servers: rows go by their buckets, dense blocks to the first."""
+    if job.servers == servers:
+        return job
+    return replace(job, servers=servers, blocks=tuple(replace(block, server=0) for block in job.blocks))
+
+
+def _signal() -> int:
+    """Wait for SIGTERM or SIGINT."""
+    came: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: came.append(number))
+    while not came:
+        time.sleep(0.1)
+    return came[0]

@@ -1,0 +1,48 @@
+"""server-N.jsonl: what a parameter server holds and moves, about once a second while something changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from echelon.base.process_info import process_memory
+from echelon.observability.runlog.log_files import Lines, server_file, surroundings
+
+if TYPE_CHECKING:
+    from echelon.parameter_server.server.shard import Shard
+
+#: Seconds between two looks.
+PERIOD = 1.0
+
+
+class ServerFigures:
+    """traffic: bytes that came and went so far"""
+
+    def __init__(self, server: int, shard: Shard, traffic: Callable[[], tuple[int, int]]) -> None:
+        directory = surroundings()
+        self._lines = None if directory is None else Lines(directory / server_file(server))
+        self._shard, self._traffic = shard, traffic
+        self._looked = 0.0
+        self._before: dict[str, Any] = {}
+
+    def look(self, last: bool = False) -> None:
+        """Write a line, where a second has passed and anything has changed since the line before."""
+        now = time.monotonic()
+        if self._lines is None or not self._shard.opened or (not last and now - self._looked < PERIOD):
+            return
+        self._looked = now
+        figures = self._figures()
+        if figures != self._before:
+            self._before = figures
+            self._lines.write({"time": time.time(), **figures, "memory": process_memory()[0]})
+
+    def close(self) -> None:
+        self.look(last=True)
+        if self._lines is not None:
+            self._lines.close()
+
+    def _figures(self) -> dict[str, Any]:
+        known = self._shard.figures()
+        came, went = self._traffic()
+        return {**known, "bytes_in": came, "bytes_out": went}

@@ -1,0 +1,400 @@
+"""``Shard``: one server of a job, as the frames that reach it see it. It knows nothing of networks."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.base.errors import EchelonError, MismatchError, PeerLost, UsageError, nearest
+from echelon.parameter_server.protocol.job_spec import JobSpec, job_from_json
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.request import (
+    MAX_WORKER,
+    Layout,
+    Pull,
+    Push,
+    RequestError,
+    check_numbers,
+    known_table,
+    read_pull,
+    read_push,
+    text,
+    whole,
+    worker_of,
+)
+from echelon.parameter_server.server import dense
+from echelon.parameter_server.server.members import Seat
+from echelon.parameter_server.server.membership import Ask, Council
+from echelon.parameter_server.server.state import Keeper, State
+
+Gone = Callable[[], bool]
+
+#: Seconds between two looks at whether a client hung up or a worker fell silent.
+TICK = 0.1
+#: What can be asked of a server that only serves.
+READS = ("hello", "pull", "stats")
+#: What servers ask each other about a worker: no sign of life of it.
+BETWEEN = ("verdict", "fence", "drop", "enter")
+#: What can be asked before a job is open.
+EARLY = ("hello", "open", "stats", "beat", "mirror", "mirrored")
+
+
+class Shard(State):
+    """One server: its state, and the requests of workers and other servers. Pulls take only a table's own mutex.
+
+    ask:        carries a frame to another server of the job
+    read_only:  serve what was loaded, change nothing
+    """
+
+    def __init__(
+        self, index: int, servers: int, *, ask: Ask | None = None, read_only: bool = False, **state: Any
+    ) -> None:
+        super().__init__(index, servers, **state)
+        self.read_only = read_only
+        self.council = Council(self, ask)
+        self._opening = threading.Lock()
+        self._operations = _operations(self)
+
+    # ---- requests ----
+
+    def handle(self, frame: Frame, gone: Gone = lambda: False) -> Frame:
+        """Answer one request. Called by one thread for each client; ``gone`` says that the client has hung up."""
+        try:
+            operation = self._operation(frame.head)
+            return operation(frame, gone)
+        except EchelonError as error:
+            return Frame({"error": " ".join(str(error).split()), "lost": isinstance(error, PeerLost)})
+
+    def _operation(self, head: dict[str, Any]) -> Callable[[Frame, Gone], Frame]:
+        name = head.get("op")
+        if not isinstance(name, str) or name not in self._operations:
+            raise RequestError(f"there is no request {str(name)[:40]!r}{nearest(str(name)[:40], self._operations)}")
+        if self.read_only and name not in READS:
+            raise RequestError(f"server {self.server} only serves: '{name}' is refused; ask {', '.join(READS)}")
+        if not self.opened and name not in EARLY:
+            raise RequestError(f"server {self.server} has no open job, so '{name}' has no meaning; open one first")
+        if self.opened and name not in BETWEEN:
+            self.beats.hear(worker_of({"worker": -1, **head}))
+        return self._operations[name]
+
+    def hello(self, frame: Frame, gone: Gone) -> Frame:
+        """What this server knows of a worker."""
+        head: dict[str, Any] = {"ok": True, "server": self.server, "servers": self.servers, "opened": self.opened}
+        if not self.opened:
+            return Frame(head)
+        with self.lock:
+            worker = worker_of(frame.head)
+            seat = self.members.seats.get(worker, Seat())
+            head |= {"session": self.job.session, "seq": seat.seq, "version": self.version, "member": seat.live()}
+            head |= {"begun": self.store.begun, "fenced": seat.fenced, "last": self.members.last_step(worker)}
+            return Frame(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
+
+    def open(self, frame: Frame, gone: Gone) -> Frame:
+        """The first worker opens the job, the others agree. Another session takes the place of what was."""
+        plain = frame.head.get("job")
+        if not isinstance(plain, dict):
+            raise RequestError("a request 'open' does not say what the job is")
+        job = job_from_json(plain)
+        with self._opening:
+            if self.opened and self.job.session == job.session:
+                _agree(self.job, job, worker_of(frame.head))
+            else:
+                _check(job, self.servers)
+                self.install(job)
+        self.beats.hear(worker_of(frame.head))
+        return Frame({"ok": True})
+
+    def begin(self, frame: Frame, gone: Gone) -> Frame:
+        """The first values of the dense blocks. Worker 0's count, and only once."""
+        values = frame.arrays[0] if frame.arrays else np.empty(0, np.float32)
+        if values.dtype != np.float32 or values.size != self.dense.size:
+            raise RequestError(f"first values: {values.size} {values.dtype}, expected {self.dense.size} float32")
+        if not np.isfinite(values).all():
+            raise RequestError("first values have a NaN or an infinity among them; look at how the model begins")
+        with self.lock:
+            if worker_of(frame.head) == 0 and not self.store.begun:
+                self.change(self.stamped(frame))
+        return Frame({"ok": True})
+
+    def pull(self, frame: Frame, gone: Gone) -> Frame:
+        """Rows and blocks for a step, when it may begin."""
+        pull = read_pull(frame, self.layout)
+        if self.read_only and not pull.peek:
+            raise RequestError(f"server {self.server} only serves: pull with peek")
+        if pull.commit is not None:
+            self._commit(pull.worker, pull.commit)
+        waited = self._wait_for(pull, gone)
+        with self.lock:
+            self.counts["pulls"] += 1
+            self.counts["waited"] += waited
+            told = {"version": self.version, "waited": waited} | ({} if pull.peek else self._step_figures())
+        rows = [self._rows(name, ids, pull.state) for name, ids in pull.ids.items()]
+        arrays = [rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.empty(0, np.float32)]
+        return Frame({"ok": True, **told}, arrays + [self.dense.values()] * pull.dense)
+
+    def _step_figures(self) -> dict[str, Any]:
+        """Return what all workers are told of the step before, the same to each: no worker has pushed the next one."""
+        return {"rows": self.store.capped_rows()} | ({} if self.mode.loss is None else {"loss": self.mode.loss})
+
+    def _rows(self, name: str, ids: Any, state: bool) -> Any:
+        table = self.tables[name]
+        return (table.pull_state(ids) if state else table.pull(ids)).reshape(-1)
+
+    def push(self, frame: Frame, gone: Gone) -> Frame:
+        """A worker's update: taken once, however often it comes."""
+        layout = self.layout
+        push = read_push(frame, layout)
+        check_numbers(push, layout.dense)
+        with self.lock:
+            if self.layout is not layout:
+                raise RequestError("the job was replaced by another session")
+            seat = self.seat(push.worker)
+            answer: dict[str, Any] = {"version": self.version, "staleness": 0, "duplicate": True}
+            if push.seq <= seat.seq:
+                self.counts["duplicates"] += 1
+            else:
+                self._check_order(push, seat)
+                answer = self.change(self.stamped(frame))
+            if self.job.mode != "sync":  # there they are told with the step's end, the same to all workers
+                answer["rows"] = self.store.capped_rows()
+        return Frame({"ok": True, **answer}, [self.dense.values()] * push.values)
+
+    def _check_order(self, push: Push, seat: Seat) -> None:
+        if push.seq != seat.seq + 1:
+            raise RequestError(
+                f"worker {push.worker}'s push {push.seq} came to server {self.server} after its push {seat.seq}; "
+                "what lies between is missing"
+            )
+        self.mode.check(push)
+
+    def commit(self, frame: Frame, gone: Gone) -> Frame:
+        """All servers have a worker's pushes up to this one."""
+        self._commit(worker_of(frame.head, 0), whole(frame.head, "seq", -1))
+        return Frame({"ok": True, "version": self.version})
+
+    def _commit(self, worker: int, seq: int) -> None:
+        with self.lock:
+            seat = self.seat(worker)
+            if seq > seat.seq:
+                raise RequestError(f"worker {worker} commits push {seq}, but its last one here is {seat.seq}")
+            if seq > seat.committed:
+                self.change(self.stamped(Frame({"op": "commit", "worker": worker, "seq": seq})))
+
+    def leave(self, frame: Frame, gone: Gone) -> Frame:
+        """A worker is done. All that it pushed counts."""
+        return self._once(frame, lambda worker: self.members.is_live(worker) and not self.members.seats[worker].fenced)
+
+    def new_pass(self, frame: Frame, gone: Gone) -> Frame:
+        """A worker has been through the data once more; ``passes``, if given, says how many times altogether.
+
+        Said again with no push between, it is the same pass: a retry.
+        """
+        told = None if frame.head.get("passes") is None else whole(frame.head, "passes", 0)
+
+        def news(worker: int) -> bool:
+            seat = self.seat(worker)
+            return seat.passes < told if told is not None else not (seat.passes and seat.pass_after == seat.seq)
+
+        return self._once(frame, news)
+
+    def _once(self, frame: Frame, needed: Callable[[int], bool]) -> Frame:
+        with self.lock:
+            answer = self.change(self.stamped(frame)) if needed(worker_of(frame.head, 0)) else {}
+        return Frame({"ok": True, **answer})
+
+    def beat(self, frame: Frame, gone: Gone) -> Frame:
+        return Frame({"ok": True, "opened": self.opened})
+
+    def blob(self, frame: Frame, gone: Gone) -> Frame:
+        """What a worker last had kept here of its own state."""
+        kept = self.blobs.get(worker_of(frame.head), [])
+        return Frame({"ok": True, "steps": [seq for seq, _ in kept]}, [content for _, content in kept])
+
+    def stats(self, frame: Frame, gone: Gone) -> Frame:
+        """Counters for people."""
+        head: dict[str, Any] = {"ok": True, "server": self.server, "opened": self.opened, "lsn": self.lsn}
+        if not self.opened:
+            return Frame(head)
+        with self.lock:
+            head |= {"version": self.version, "mode": self.job.mode, **self.counts}
+            head |= {"staleness": self.mode.staleness.report(), "members": self.members.live()}
+            head |= {"seqs": {str(worker): seat.seq for worker, seat in self.members.seats.items()}}
+            head |= {"steps": {name: table.step for name, table in self.tables.items()}, "passes": self.store.passes}
+        head["rows"] = {name: len(table) for name, table in self.tables.items()}
+        head["bytes"] = {name: table.memory() for name, table in self.tables.items()}
+        return Frame(head | {"dense": self.dense.size, "silent": self._silences(), "broken": self.broken})
+
+    def figures(self) -> dict[str, Any]:
+        """What a run writes down of this server, of an open job."""
+        with self.lock:
+            stale = self.mode.staleness
+            old = None if self.job.mode == "sync" else {"mean": round(stale.mean(), 3), "max": stale.largest}
+            counts = {"pulls": self.counts["pulls"], "pushes": self.counts["pushes"]}
+        return {"rows": {name: len(table) for name, table in self.tables.items()}, **counts, "staleness": old}
+
+    def _silences(self) -> dict[str, float]:
+        return {str(worker): round(self.beats.silent_for(worker), 1) for worker in self.members.live()}
+
+    # ---- between servers ----
+
+    def verdict(self, frame: Frame, gone: Gone) -> Frame:
+        return Frame({"ok": True, **self.council.verdict(worker_of(frame.head, 0))})
+
+    def join(self, frame: Frame, gone: Gone) -> Frame:
+        return Frame({"ok": True, **self.council.join(worker_of(frame.head, 0))})
+
+    def told(self, frame: Frame, gone: Gone) -> Frame:
+        """What server 0 decided: fence, drop, enter."""
+        head = frame.head
+        worker_of(head, 0)
+        if head["op"] in ("drop", "enter"):
+            whole(head, "last", -1)
+        with self.lock:
+            if head["op"] == "enter" and whole(head, "step", 0) < self.version and self.job.mode == "sync":
+                raise RequestError(
+                    f"worker {head['worker']} is to join at step {head['step']}, which is over; join again"
+                )
+            return Frame({"ok": True, **self.change(self.stamped(frame))})
+
+    # ---- keeping ----
+
+    def save(self, frame: Frame, gone: Gone) -> Frame:
+        self._kept(frame).save(Path(text(frame.head, "path")), whole(frame.head, "step", 0))
+        return Frame({"ok": True})
+
+    def load(self, frame: Frame, gone: Gone) -> Frame:
+        step = self._kept(frame).load(Path(text(frame.head, "path")))
+        return Frame({"ok": True, "step": step})
+
+    def export(self, frame: Frame, gone: Gone) -> Frame:
+        head = frame.head
+        since = None if head.get("since") is None else whole(head, "since", 0)
+        table, form = known_table(head.get("table"), self.layout), text(head, "format")
+        rows, version = self._kept(frame).export(Path(text(head, "path")), table, form, since)
+        return Frame({"ok": True, "rows": rows, "version": version})
+
+    def mirror(self, frame: Frame, gone: Gone) -> Frame:
+        """What another server wants kept here, or back."""
+        return self._kept(frame).handle(frame)
+
+    def _kept(self, frame: Frame) -> Keeper:
+        if self.keeper is None:
+            raise RequestError(
+                f"server {self.server} keeps nothing, so it cannot {frame.head['op']}; give it a directory"
+            )
+        return self.keeper
+
+    # ---- waiting ----
+
+    def _wait_for(self, pull: Pull, gone: Gone) -> float:
+        def missing() -> dict[int, str]:
+            if not self.store.begun:
+                if self.broken:
+                    raise EchelonError(self.broken)
+                return {0: "has not sent the first values"}
+            if pull.peek:
+                return {}
+            self.seat(pull.worker)
+            return self.mode.missing(pull.worker, pull.step)
+
+        return self._wait(missing, f"step {pull.step}", pull.worker, gone)
+
+    def _wait(self, missing: Callable[[], dict[int, str]], what: str, worker: int, gone: Gone) -> float:
+        """Until nobody is missing; the seconds it took."""
+        began, layout = self._clock(), self.layout
+        while True:
+            with self.lock:
+                self._check_going_on(layout)
+                late = missing()
+            if not late:
+                return self._clock() - began
+            if gone():
+                raise PeerLost(f"worker {worker} hung up while it waited for {what}")
+            self.beats.hear(worker)
+            self.council.look_after(late, what, self._clock() - began)
+            with self.lock:
+                if self.layout is layout and missing():
+                    self.moved.wait(TICK)
+
+    def _check_going_on(self, layout: Layout) -> None:
+        if self.reason:
+            raise PeerLost(self.reason)
+        if self.closed or self.layout is not layout:
+            raise PeerLost(
+                f"server {self.server} is going" if self.closed else "the job was replaced by another session"
+            )
+
+    def done(self) -> bool:
+        """Have all workers left?"""
+        with self.lock:
+            return self.opened and not self.members.live()
+
+    def dismiss(self, reason: str) -> None:
+        """Let nobody wait any longer, for this ``reason``."""
+        with self.lock:
+            self.reason = self.reason or reason
+            self.moved.notify_all()
+
+    def close(self, reason: str = "") -> None:
+        """Let nobody wait any longer, and write nothing down any more."""
+        self.dismiss(reason)
+        with self.lock:
+            self.closed = True
+            self.moved.notify_all()
+            keeper, self.keeper = self.keeper, None
+        if keeper is not None:
+            keeper.close()
+
+
+def _operations(shard: Shard) -> dict[str, Callable[[Frame, Gone], Frame]]:
+    own = ("hello", "open", "begin", "pull", "push", "commit", "leave", "new_pass", "beat", "blob", "stats")
+    named: dict[str, Callable[[Frame, Gone], Frame]] = {name: getattr(shard, name) for name in own}
+    named |= {"verdict": shard.verdict, "join": shard.join}
+    named |= dict.fromkeys(BETWEEN[1:], shard.told)
+    named |= {"save": shard.save, "load": shard.load, "export": shard.export}
+    return named | dict.fromkeys(("mirror", "mirrored"), shard.mirror)
+
+
+def _check(job: JobSpec, servers: int) -> None:
+    if job.servers != servers:
+        raise MismatchError(
+            f"a job for {job.servers} servers came to one of {servers}; give all the same list of servers"
+        )
+    if not 1 <= job.trainers <= MAX_WORKER:
+        raise UsageError(f"a job of {job.trainers} workers; there must be 1 or more")
+    if job.staleness < 0 or not job.patience > 0 or job.compensate < 0:
+        raise UsageError("a job's staleness and compensate must be 0 or more, and its patience above 0")
+    names = [table.name for table in job.tables]
+    if len(set(names)) != len(names):
+        raise UsageError(f"a job has two tables of one name among {', '.join(names)}; give each its own")
+    dense.check(job)
+
+
+def _agree(known: JobSpec, told: JobSpec, worker: int) -> None:
+    newcomer = dataclasses.replace(told, trainers=known.trainers)  # who comes later counts itself, too
+    difference = _difference(known.to_json(), newcomer.to_json(), "job")
+    if difference:
+        raise MismatchError(f"worker {worker} was built differently from the worker that opened the job: {difference}")
+
+
+def _difference(known: Any, told: Any, path: str) -> str:
+    """The first place where two JSON values differ; '' if nowhere."""
+    if isinstance(known, dict) and isinstance(told, dict):
+        parts = [
+            (f"{path}.{key}", known.get(key), told.get(key)) for key in [*known, *(k for k in told if k not in known)]
+        ]
+    elif isinstance(known, list) and isinstance(told, list) and len(known) == len(told):
+        parts = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(known, told, strict=True))]
+    else:
+        return "" if known == told else f"{path} is {_short(told)}, not {_short(known)}"
+    return next((found for name, a, b in parts if (found := _difference(a, b, name))), "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

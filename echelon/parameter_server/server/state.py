@@ -1,0 +1,321 @@
+"""What a server holds of a job, and what a change that was written down does to it: the part that a replay repeats."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import EchelonError, MismatchError, PeerLost
+from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.request import Layout, read_push
+from echelon.parameter_server.server.dense import Dense
+from echelon.parameter_server.server.members import Beats, Members, Seat
+from echelon.parameter_server.server.modes import MODES, Mode
+from echelon.parameter_server.server.staleness import Staleness
+from echelon.parameter_server.server.store import Store
+from echelon.parameter_server.table import Table
+
+log = logging.getLogger("echelon.parameter_server")
+
+#: States of its own that a worker may have kept here: the last two.
+BLOBS = 2
+
+
+class Keeper(Protocol):
+    """Makes a shard outlive its process."""
+
+    def start(self) -> bool:
+        """Bring back what was kept of the job that has just been opened; was there anything?"""
+
+    def close(self) -> None: ...
+
+    def append(self, frame: Frame) -> None:
+        """Write a change down; returns when it may be answered. Under the shard's lock."""
+
+    def handle(self, frame: Frame) -> Frame:
+        """Answer ``mirror`` and ``mirrored``. This and what follows: not under the shard's lock."""
+
+    def save(self, path: Path, step: int) -> None: ...
+
+    def load(self, path: Path) -> int: ...
+
+    def export(self, path: Path, table: str, format: str, since: int | None = None) -> tuple[int, int]: ...
+
+
+class State:
+    """One server's state.
+
+    Every change goes through ``change`` under one lock: first to the keeper, then to ``apply``, which reads no clock
+    and no randomness, so that the same frames in the same order give the same bits.
+
+    directory:  for tables with a disk tier
+    keep:       makes the keeper of a job that opens; None: nothing outlives the process
+    """
+
+    def __init__(
+        self,
+        index: int,
+        servers: int,
+        *,
+        directory: Path | None = None,
+        keep: Callable[[Any], Keeper | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.server, self.servers = index, servers
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
+        self.lsn = 0  #: changes applied so far
+        self.opened = self.closed = False
+        self.reason = ""  #: why the server ends, for callers that wait
+        self.keeper: Keeper | None = None
+        self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
+        self._directory, self._keep, self._clock, self._wall = directory, keep, clock, wall
+        self._changes = _changes(self)
+
+    def install(self, job: JobSpec) -> None:
+        """Begin a job, or bring it back; nobody is answered before that is done."""
+        with self.lock:
+            self.opened = False
+            if self.keeper is not None:
+                self.keeper.close()
+            self.job, self.store = job, Store(job, self.server, self._directory)
+            self.layout = Layout(job, self.store.buckets, self.store.dense)
+            self.members = Members(job.trainers)
+            self.mode: Mode = MODES[job.mode](job, self.store, self.members, self._finish_passes)
+            self.blobs: dict[int, list[tuple[int, NDArray[np.uint8]]]] = {}
+            self.broken, self.keeper, self.lsn = "", None, 0
+            self.beats = Beats(self._clock)
+            self.moved.notify_all()
+        if self._keep is not None:
+            self._bring_back(self._keep(self))
+        self.opened = True
+
+    def _bring_back(self, keeper: Keeper | None) -> None:
+        self.keeper = keeper  # from now on, for other servers may want back what it keeps of theirs
+        try:
+            if keeper is not None and keeper.start():
+                for worker in self.members.live():
+                    self.beats.hear(worker)  # they were, before this process: time to come back
+        except BaseException:
+            self.keeper = None
+            raise
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        return self.store.tables
+
+    @property
+    def dense(self) -> Dense:
+        return self.store.dense
+
+    @property
+    def version(self) -> int:
+        return self.mode.version
+
+    def seat(self, worker: int) -> Seat:
+        """A member's place; an error for everybody else."""
+        if self.broken:
+            raise EchelonError(self.broken)
+        seat = self.members.seats.get(worker)
+        if seat is None or not seat.live() or seat.fenced:
+            raise MismatchError(
+                f"worker {worker} is not, or no longer, a member of the job on server {self.server}; it has to join"
+            )
+        return seat
+
+    # ---- changes ----
+
+    def stamped(self, frame: Frame) -> Frame:
+        """With the time in it: ``apply`` must not read a clock."""
+        return Frame({**frame.head, "now": int(self._wall())}, frame.arrays)
+
+    def change(self, frame: Frame) -> dict[str, Any]:
+        """Write a change down, then make it; what to answer."""
+        with self.lock:
+            if self.broken:
+                raise EchelonError(self.broken)
+            if self.closed:  # nothing writes changes down any more
+                raise PeerLost(self.reason or f"server {self.server} is ending")
+            if self.keeper is not None:
+                self.keeper.append(frame)
+            try:
+                answer = self.apply(frame)
+                self._note_evicted()
+            except Exception as error:
+                self._break(frame, error)
+                log.exception("a change failed")
+                raise EchelonError(self.broken) from error
+            finally:
+                self.moved.notify_all()  # of a failure too: a caller that waits for this step is told
+        if self.broken:
+            raise EchelonError(self.broken)
+        return answer
+
+    def apply(self, frame: Frame) -> dict[str, Any]:
+        """Make a change that was written down. Depends on nothing but the state and the frame."""
+        with self.lock:
+            try:
+                self.store.moment(self.lsn + 1, int(frame.head.get("now", 0)))
+                return self._changes[frame.head["op"]](frame)
+            except EchelonError as error:
+                self.broken = " ".join(str(error).split())  # a step was applied in part: there is no going on
+                return {"error": self.broken}
+            except BaseException as error:  # memory, torch, CUDA: the state is no longer what its journal says
+                self._break(frame, error)
+                raise
+            finally:
+                self.lsn += 1
+
+    def _break(self, frame: Frame, error: BaseException) -> None:
+        """Mark the state as one that differs from its journal: it answers nothing and is not written to the disk."""
+        head = frame.head
+        of = f" {head['seq']}" if "seq" in head else ""
+        of += f" of worker {head['worker']}" if "worker" in head else ""
+        reason = " ".join(str(error).split())[:300]
+        self.broken = self.broken or (
+            f"server {self.server} failed with {type(error).__name__}{': ' if reason else ''}{reason} while it applied "
+            f"{head['op']}{of}; start the job again, and look at the server's log and memory if it comes again"
+        )
+
+    def _note_evicted(self) -> None:
+        for name, ids in self.store.evicted:
+            if self.keeper is not None:
+                self.keeper.append(Frame({"op": "evicted", "table": name}, [ids]))
+            self.lsn += 1
+        self.store.evicted.clear()
+
+    def _apply_begin(self, frame: Frame) -> dict[str, Any]:
+        self.store.begin(frame.arrays[0] if frame.arrays else np.empty(0, np.float32))
+        return {}
+
+    def _apply_push(self, frame: Frame) -> dict[str, Any]:
+        push = read_push(frame, self.layout)
+        self.members.seats[push.worker].seq = push.seq
+        if push.blob is not None:
+            kept = self.blobs.get(push.worker, [])
+            self.blobs[push.worker] = [*kept[1 - BLOBS :], (push.seq, push.blob)]
+        self.counts["pushes"] += 1
+        staleness = self.mode.take(push, frame)
+        return {"version": self.version, "staleness": staleness, "duplicate": False}
+
+    def _apply_commit(self, frame: Frame) -> dict[str, Any]:
+        self.mode.commit(frame.head["worker"], frame.head["seq"])
+        return {}
+
+    def _apply_fence(self, frame: Frame) -> dict[str, Any]:
+        seat = self.members.seats.get(frame.head["worker"], Seat())
+        seat.fenced = True
+        return {"committed": seat.committed}
+
+    def _apply_drop(self, frame: Frame) -> dict[str, Any]:
+        self._end(frame.head["worker"], frame.head["last"])
+        return {}
+
+    def _apply_leave(self, frame: Frame) -> dict[str, Any]:
+        worker = frame.head["worker"]
+        self._end(worker, self.members.seats[worker].seq)
+        return {}
+
+    def _end(self, worker: int, last: int) -> None:
+        if self.members.is_live(worker):
+            self.members.end(worker, last)
+            self.mode.discard(worker, last)
+            self.mode.settle()
+            self._finish_passes()
+
+    def _apply_freeze(self, frame: Frame) -> dict[str, Any]:
+        self.mode.frozen = True
+        last = self.members.last_step(frame.head["worker"])
+        return {"step": self.mode.entry(), "version": self.version, "last": last}
+
+    def _apply_thaw(self, frame: Frame) -> dict[str, Any]:
+        self.mode.frozen = False
+        self.mode.settle()
+        return {}
+
+    def _apply_enter(self, frame: Frame) -> dict[str, Any]:
+        worker = frame.head["worker"]
+        self._end(worker, frame.head["last"])
+        self.members.enter(worker, frame.head["step"], self.store.passes)
+        return {}
+
+    def _apply_new_pass(self, frame: Frame) -> dict[str, Any]:
+        seat = self.seat(frame.head["worker"])
+        seat.passes, seat.pass_after = frame.head.get("passes") or seat.passes + 1, seat.seq
+        self._finish_passes()
+        return {"passes": self.store.passes}
+
+    def _finish_passes(self) -> None:
+        """A pass is over when the first worker is through it and its last push of it is applied.
+
+        So it comes after the same step on every server, whatever order its announcement and other workers' pushes
+        arrive in.
+        """
+        seats = self.members.seats.items()
+        over = [seat.passes - (not self.mode.applied(worker, seat.pass_after)) for worker, seat in seats]
+        while self.store.passes < max(over, default=0):
+            self.store.new_pass()
+
+    def _apply_evicted(self, frame: Frame) -> dict[str, Any]:
+        self.store.remove(frame.head["table"], frame.arrays[0])
+        return {}
+
+    # ---- for the keeper, under the lock ----
+
+    def facts(self) -> Sequence[Frame]:
+        """Everything but rows and blocks: one frame of numbers, one for each blob and each pending push."""
+        plain = {"lsn": self.lsn, "version": self.version, "frozen": self.mode.frozen, "broken": self.broken}
+        plain["loss"] = self.mode.loss
+        plain |= {"members": self.members.facts(), "staleness": self.mode.staleness.facts()}
+        plain |= {"store": self.store.facts(), "counts": dict(self.counts)}
+        blobs = [
+            Frame({"kind": "blob", "worker": worker, "seq": seq}, [content])
+            for worker, kept in self.blobs.items()
+            for seq, content in kept
+        ]
+        return [Frame({"kind": "facts", **plain}), *blobs, *self.pending()]
+
+    def pending(self) -> list[Frame]:
+        """Pushes that were taken and not applied yet."""
+        return self.mode.pending()
+
+    def restore_facts(self, facts: Sequence[Frame]) -> None:
+        """The reverse of ``facts``, for the same job on the same server."""
+        plain = facts[0].head
+        self.lsn, self.broken = plain["lsn"], plain["broken"]
+        self.counts = dict(plain["counts"])
+        self.members.seats = Members.of(plain["members"]).seats
+        self.mode.version, self.mode.frozen = plain["version"], plain["frozen"]
+        self.mode.staleness, self.mode.loss = Staleness.of(plain["staleness"]), plain.get("loss")
+        self.store.restore(plain["store"])
+        for frame in facts[1:]:
+            if frame.head["kind"] == "blob":
+                self.blobs.setdefault(frame.head["worker"], []).append((frame.head["seq"], frame.arrays[0]))
+            else:
+                self.mode.hold(read_push(frame, self.layout), frame)
+
+    def load_facts(self, facts: Sequence[Frame]) -> None:
+        """Of a checkpoint's facts what belongs to its rows and blocks. Steps of this job go on being counted."""
+        self.store.restore({**facts[0].head["store"], "begun": True, "expired": {}})
+
+    def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
+        """A replay begins: changes up to these LSNs are in what was restored. With no floors: it is over."""
+        self.store.set_floors(floors, dense)
+
+    def forget(self) -> None:
+        """Drop all rows and blocks."""
+        self.store.forget()
+
+
+def _changes(state: State) -> dict[str, Callable[[Frame], dict[str, Any]]]:
+    prefix = "_apply_"
+    return {name.removeprefix(prefix): getattr(state, name) for name in dir(type(state)) if name.startswith(prefix)}

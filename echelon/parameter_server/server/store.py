@@ -1,0 +1,174 @@
+"""A server's numbers: its rows of every table and its dense blocks, and what updates do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.parameter_server.protocol.hashing import bucket_of, owned_by
+from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, TableSpec
+from echelon.parameter_server.server.dense import Dense, Floats
+from echelon.parameter_server.table import Table
+
+Ids = NDArray[np.int64]
+
+
+def even_share(capacity: int, buckets: range) -> int:
+    """Return the rows of a table that ``buckets`` hold if ids are dealt out evenly."""
+    return max(1, -(-capacity * len(buckets) // BUCKETS))
+
+
+class Store:
+    """Changed under the shard's apply lock only; rows and blocks may be read at any time.
+
+    During a replay parts of it are ahead of the journal: ``floors`` says, for each table and bucket, up to which LSN
+    its rows already are what they should be, ``dense_floor`` the same for the blocks. Changes up to there pass by.
+    """
+
+    def __init__(self, job: JobSpec, server: int, directory: Path | None = None) -> None:
+        self.buckets = owned_by(server, BUCKETS, job.servers)
+        self.tables = {spec.name: self._table(spec, directory) for spec in job.tables}
+        self.dense = Dense(job, server)
+        self.begun = not self.dense.size
+        self.passes = 0
+        self._seconds = {spec.name: spec.expire_seconds for spec in job.tables if spec.expire_seconds is not None}
+        self._expired: dict[str, int] = {}
+        self._lsn = self._now = 0
+        self.floors: dict[str, NDArray[np.int64]] = {}
+        self.dense_floor = 0
+        self.evicted: list[tuple[str, Ids]] = []  #: to make room, since somebody last looked
+
+    def _table(self, spec: TableSpec, directory: Path | None) -> Table:
+        return Table(spec, buckets=self.buckets, directory=directory, capacity=self._capacity(spec))
+
+    def _capacity(self, spec: TableSpec) -> int | None:
+        """Return the most rows to hold here until a worker says what other servers leave of the capacity.
+
+        All of it where rows must stay: an id too many is refused by workers, who count over all servers.
+        """
+        if spec.capacity is None or spec.on_full == "error":
+            return spec.capacity
+        return even_share(spec.capacity, self.buckets)
+
+    def capped_rows(self) -> dict[str, int]:
+        """Return the rows here of each table that has a capacity, for workers, who count them over all servers."""
+        return {name: len(table) for name, table in self.tables.items() if table.spec.capacity is not None}
+
+    def moment(self, lsn: int, now: int) -> None:
+        """The change that is being applied: its number, and the time that its frame says it is."""
+        self._lsn, self._now = lsn, now
+
+    def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
+        """A replay begins; with no floors, it is over.
+
+        Who is evicted from a full table depends on all of it, of which a part may be ahead. So evictions are written
+        down, and during a replay nothing else makes room.
+        """
+        self.dense_floor = dense
+        self.floors = {name: np.zeros(BUCKETS, np.int64) for name in floors}
+        for name, of_table in floors.items():
+            for bucket, lsn in of_table.items():
+                self.floors[name][bucket] = lsn
+        for table in self.tables.values():
+            table.capacity = None if floors else self._capacity(table.spec)
+
+    # ---- changes ----
+
+    def begin(self, values: Floats) -> None:
+        if self._lsn > self.dense_floor:
+            self.dense.begin(values)
+        self.begun = True
+
+    def update(self, name: str, ids: Ids, gradients: Floats, rate: float | None, limit: int | None = None) -> None:
+        """One step of a table's rule. ``limit``: the most rows that this server may hold."""
+        self._set_limit(name, limit)
+        ids, gradients = self._above_floor(name, ids, gradients)
+        self._note_evicted(name, self.tables[name].push(ids, gradients, lr=rate, now=self._now))
+        self._expire_by_time(name)
+
+    def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
+        """Records plus a change: what geo workers send."""
+        self._set_limit(name, limit)
+        ids, changes = self._above_floor(name, ids, changes)
+        self._note_evicted(name, self.tables[name].add(ids, changes, now=self._now))
+        self._expire_by_time(name)
+
+    def update_dense(self, gradient: Floats, groups: list[dict[str, Any]]) -> None:
+        if self._lsn > self.dense_floor:
+            self.dense.step(gradient, groups)
+
+    def add_dense(self, change: Floats) -> None:
+        if self._lsn > self.dense_floor:
+            self.dense.add(change)
+
+    def remove(self, name: str, ids: Ids) -> None:
+        """What was evicted when the journal was written."""
+        self.tables[name].remove(self._above_floor(name, ids, ids)[0])
+
+    def check_room(self, name: str, ids: Ids) -> None:
+        """An error if a table that must not let go of rows has no room for these."""
+        if self.tables[name].spec.on_full == "error":
+            self.tables[name].make_room(ids)
+
+    def new_pass(self) -> None:
+        """A pass over the data is over."""
+        self.passes += 1
+        for name, table in self.tables.items():
+            table.new_pass()
+            if table.spec.expire_passes is not None:
+                self._expire(name)
+
+    def _set_limit(self, name: str, limit: int | None) -> None:
+        table = self.tables[name]
+        if limit is not None and table.capacity is not None:  # None: a replay, which evicts what was written down
+            table.capacity = limit
+
+    def _note_evicted(self, name: str, ids: Ids) -> None:
+        if len(ids):
+            self.evicted.append((name, ids))
+
+    def _above_floor(self, name: str, ids: Ids, rows: NDArray[Any]) -> tuple[Ids, NDArray[Any]]:
+        if name not in self.floors:
+            return ids, rows
+        keep = self.floors[name][bucket_of(ids, BUCKETS)] < self._lsn
+        return ids[keep], rows[keep]
+
+    def _expire_by_time(self, name: str) -> None:
+        """Eight times in the life of a row: often enough to let go in time, seldom enough to cost nothing."""
+        if name not in self._seconds:
+            return
+        since = self._expired.setdefault(name, self._now)
+        if self._now - since >= max(1.0, self._seconds[name] / 8):
+            self._expired[name] = self._now
+            self._expire(name)
+
+    def _expire(self, name: str) -> None:
+        buckets: Iterable[int] = self.buckets
+        if name in self.floors:
+            buckets = [bucket for bucket in self.buckets if self.floors[name][bucket] < self._lsn]
+        if buckets:
+            self.tables[name].expire(self._now, buckets)
+
+    def forget(self) -> None:
+        """Drop all rows and blocks, as if the job had just opened."""
+        for table in self.tables.values():
+            for bucket in table.buckets:
+                table.drop_bucket(bucket)
+        self.dense.begin(np.zeros(self.dense.size, np.float32))
+        self.begun = not self.dense.size
+
+    # ---- keeping ----
+
+    def facts(self) -> dict[str, Any]:
+        steps = {name: table.step for name, table in self.tables.items()}
+        return {"begun": self.begun, "passes": self.passes, "steps": steps, "expired": dict(self._expired)}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        self.begun, self.passes, self._expired = facts["begun"], facts["passes"], dict(facts["expired"])
+        for name, step in facts["steps"].items():
+            if name in self.tables:
+                self.tables[name].step, self.tables[name].passes = step, self.passes

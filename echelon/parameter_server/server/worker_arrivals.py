@@ -1,0 +1,132 @@
+"""``Company``: which workers have come to a server, what is said while some have not, and when it is no use to wait."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from echelon.base.endpoints import split_endpoint
+from echelon.base.errors import PeerLost
+from echelon.base.wait_notice import WaitNotice, name_ranks
+from echelon.distributed.ps_role import Role
+from echelon.parameter_server.server.shard import Shard
+
+#: Seconds for another server to accept a connection before it is taken for missing.
+PROBE = 0.5
+
+
+class Company:
+    """The workers that one server waits for, from its start on."""
+
+    def __init__(self, role: Role, shard: Shard) -> None:
+        self._role, self._shard = role, shard
+        self._me, self._began = f"server {role.index}", time.monotonic()
+        self._greeted: set[int] = set()
+        self._told: set[int] = set()
+        self._notice = WaitNotice(self._me, role.join_timeout, component="ps")
+
+    def greet(self, worker: Any) -> None:
+        """Note a worker that has said hello or beats, which it does before it opens the job."""
+        if isinstance(worker, int) and worker >= 0:
+            self._greeted.add(worker)
+
+    def check(self) -> None:
+        """Print whom this server waits for, when it is time; raise when it is no use to wait any longer."""
+        waited, patience = time.monotonic() - self._began, self._role.join_timeout
+        if not self._shard.opened:
+            if waited > patience:
+                raise PeerLost.never_came(f"{self._me} has waited {patience:g} s {self._end_unopened()}")
+            self._notice.look(self._awaited_unopened())
+            return
+        missing = self._missing()
+        if missing and waited > patience:
+            end = f"start {_it(missing)}, or fewer with trainers="
+            raise PeerLost.never_came(
+                f"{self._me} has waited {patience:g} s for {name_ranks(set(missing), 'worker')}; {end}"
+            )
+        self._notice.look(_to_come(missing))
+        self._check_silence()
+
+    def _check_silence(self) -> None:
+        live, beats = self._shard.members.live(), self._shard.beats
+        silence = min((beats.silent_for(worker) for worker in live), default=0.0)
+        if silence > max(self._role.join_timeout, self._shard.job.patience):
+            raise PeerLost(
+                f"{self._me} has heard nothing of {name_ranks(set(live), 'worker')} for {silence:.0f} s; "
+                "start the job again to go on from here"
+            )
+
+    def _missing(self) -> list[int]:
+        return [worker for worker in self._shard.members.live() if not self._shard.beats.ever(worker)]
+
+    # ---- before a worker has opened the job ----
+
+    def _absent(self) -> set[int]:
+        return set(range(self._role.workers)) - self._greeted
+
+    def _awaited_unopened(self) -> str:
+        if absent := self._absent():
+            return _to_come(absent)
+        return f"{self._absent_servers()}, as its workers do"
+
+    def _end_unopened(self) -> str:
+        if not self._greeted:
+            return f"and no worker has opened a job; start the {_workers(self._role.workers)}"
+        if absent := self._absent():
+            return f"for {name_ranks(absent, 'worker')}; start {_it(absent)}, or fewer with trainers="
+        return f"and no worker has opened a job: all of them wait for {self._absent_servers()}; start it"
+
+    def _absent_servers(self) -> str:
+        others = [(n, end) for n, end in enumerate(self._role.endpoints) if n != self._role.index]
+        absent = [f"server {n} at {end}" for n, end in others if not _accepts(end)]
+        return ", ".join(absent) or "another server"
+
+    # ---- for the workers ----
+
+    def news(self) -> dict[str, str]:
+        """Return what a worker is told with the answer to its beat: who has not come, and who has not begun."""
+        if not self._shard.opened:
+            return {}
+        missing = self._missing()
+        begun = self._shard.store.begun or 0 in missing
+        return {
+            "missing": _to_come(missing),
+            "unbegun": "" if begun else "worker 0 to send the first values",
+        }
+
+    def tell(self, worker: Any) -> None:
+        """Note a worker that has been told why this server ends."""
+        self._told.add(worker)
+
+    def untold(self) -> bool:
+        """Return True if a worker that was heard of lately does not know yet that this server ends."""
+        if not self._shard.opened:
+            return False
+        beats = self._shard.beats
+        return any(
+            beats.ever(worker) and worker not in self._told and beats.silent_for(worker) < self._shard.job.patience
+            for worker in self._shard.members.live()
+        )
+
+
+def _to_come(workers: Sequence[int] | set[int]) -> str:
+    return f"{name_ranks(set(workers), 'worker')} to call echelon.distribute()" if workers else ""
+
+
+def _workers(count: int) -> str:
+    return "worker" if count == 1 else f"{count} workers"
+
+
+def _it(workers: Sequence[int] | set[int]) -> str:
+    return "it" if len(workers) == 1 else "them"
+
+
+def _accepts(endpoint: str) -> bool:
+    host, port = split_endpoint(endpoint)
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=PROBE):
+            return True
+    except OSError:
+        return False

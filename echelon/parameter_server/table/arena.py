@@ -1,0 +1,113 @@
+"""Records of 32-bit words in one piece of virtual memory, of which only what is used takes memory (or disk).
+
+Growing copies nothing: the addresses are reserved from the start. With a directory the memory is that of a file, so
+that the system can write cold pages out; the file has no name and vanishes with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import EchelonError
+
+#: Entries of the counters that kernels move on.
+NEXT, FREE, ROWS, SLOTS, STUCK = 0, 1, 2, 3, 4
+NONE = -1
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+#: Up to here pages are small, so that a small table takes little; huge ones save address translation in a large table.
+_SMALL_PAGES = 1 << 26
+#: Disk space is asked for in such steps, so that a full disk is an error and not a crash.
+_STEP = 1 << 26
+
+
+class Arena:
+    """Slots of ``words`` 32-bit words; a free one holds the number of the next free one.
+
+    counters:  next slot that was never used, first free slot, rows, usable slots, bucket that had no room for an id
+    """
+
+    def __init__(self, words: int, directory: Path | None) -> None:
+        self.words = words
+        self._file = self._nameless(directory) if directory is not None else None
+        self._map = self._mapped()
+        self.words32: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32)
+        self.floats = self.words32.view(np.float32)
+        self.counters = np.array([0, NONE, 0, 0, 0], np.int64)
+        if self._file is None:
+            self.counters[SLOTS] = len(self.words32) // words
+
+    @property
+    def nbytes(self) -> int:
+        """What the records take, free slots among them included."""
+        return int(self.counters[NEXT]) * self.words * 4
+
+    def more(self) -> None:
+        """Make further slots usable."""
+        if self._file is None or self.counters[SLOTS] >= len(self.words32) // self.words:
+            raise EchelonError(f"no room for more than {self.counters[NEXT]:,} rows of {self.words * 4} bytes; {_WAYS}")
+        size = int(self.counters[SLOTS]) * self.words * 4
+        step = min(max(_STEP, size // 4), len(self.words32) * 4 - size)
+        try:
+            os.posix_fallocate(self._file, size, step)
+        except OSError as error:
+            raise EchelonError(
+                f"no disk space for more than {self.counters[NEXT]:,} rows ({error.strerror}); {_WAYS}"
+            ) from None
+        self.counters[SLOTS] = (size + step) // (self.words * 4)
+
+    def _nameless(self, directory: Path) -> int:
+        """A file that is open and in no directory; closed when nobody has this arena any more."""
+        directory.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(dir=directory)
+        os.unlink(name)
+        weakref.finalize(self, os.close, file)
+        return file
+
+    def clear(self) -> None:
+        """Every slot is free again, as at the start."""
+        self.counters[[NEXT, FREE, ROWS]] = 0, NONE, 0
+        if self._file is None:
+            self._map.madvise(mmap.MADV_DONTNEED)  # the system may have the memory
+
+    def _mapped(self) -> mmap.mmap:
+        size = self._reach()
+        if self._file is not None:
+            os.ftruncate(self._file, size)
+            mapped = mmap.mmap(self._file, size)
+            mapped.madvise(mmap.MADV_RANDOM)
+            return mapped
+        mapped = _reserved(size)
+        if len(mapped) > _SMALL_PAGES:
+            with contextlib.suppress(OSError):  # a system without huge pages
+                mapped.madvise(mmap.MADV_HUGEPAGE, _SMALL_PAGES, len(mapped) - _SMALL_PAGES)
+        return mapped
+
+    def _reach(self) -> int:
+        """More bytes than can ever be used."""
+        if self._file is None:
+            return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        disk = os.fstatvfs(self._file)
+        return disk.f_blocks * disk.f_frsize // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _reserved(size: int) -> mmap.mmap:
+    """Addresses for ``size`` bytes, or as many as this process may have."""
+    while True:
+        try:
+            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except OSError as error:
+            size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+            if size < _STEP:
+                raise EchelonError(f"no memory for a table ({error.strerror}); raise the limit (ulimit -v)") from None
+
+
+_WAYS = "set a capacity, let rows expire, or use more servers"

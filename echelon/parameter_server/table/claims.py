@@ -1,0 +1,182 @@
+"""Who has a row: finding the slots of pushed ids, counting those that wait for admission, giving slots out and back.
+
+The value in the index of an id that waits: sign bit | changed | how often pushed (30 bits) | when last (32 bits).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.parameter_server.protocol.hashing import mix
+from echelon.parameter_server.table.arena import FREE, NEXT, NONE, ROWS, SLOTS, STUCK
+from echelon.parameter_server.table.compiled import inner, kernel, load, store, store32
+from echelon.parameter_server.table.index import (
+    AHEAD,
+    EMPTY,
+    LIMIT,
+    SIZE,
+    USED,
+    Int64s,
+    bucket,
+    close_gap,
+    fetch_ahead,
+    region,
+    seek,
+)
+from echelon.parameter_server.table.records import COUNT, META, NEW, NOW, SEED, WORDS, Words
+
+#: Entries of the description of admission: pushes that are needed, then the probability of each further one.
+AFTER, CHANCE = 0, 1
+
+_SIGN = np.int64(np.iinfo(np.int64).min)
+_CHANGED = np.int64(1 << 62)
+_SEEN = np.int64(0xFFFFFFFF)
+_SALT = np.uint64(0xD1B54A32D192ED03)
+
+
+def waiting(counts: NDArray[np.uint32], seen: NDArray[np.uint32], changed: NDArray[np.bool_]) -> Int64s:
+    """The values of ids that wait."""
+    flags: Int64s = np.where(changed, _SIGN + _CHANGED, _SIGN)
+    return flags + (counts.astype(np.int64) << 32) + seen.astype(np.int64)
+
+
+def waited(values: Int64s) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.bool_]]:
+    """Counts, last seen, and changed of values that ``waiting`` made."""
+    counts, seen = (values >> 32) & COUNT, values & _SEEN
+    return counts.astype(np.uint32), seen.astype(np.uint32), (values & _CHANGED) != 0
+
+
+@inner
+def admits(seed: int, key: int, count: int, after: float, chance: float) -> bool:
+    """Is an id admitted with its ``count``-th push? The coin comes from (seed, id, count) alone."""
+    if count < after:
+        return False
+    if chance >= 1.0:
+        return True
+    drawn = mix(mix(mix(np.uint64(seed) ^ _SALT) ^ np.uint64(key)) + np.uint64(count) * _SALT)
+    return bool(np.float64(drawn >> np.uint64(11)) * 2.0**-53 < chance)
+
+
+@inner
+def pushes(value: int) -> int:
+    """How often an id without a row was pushed before."""
+    return 0 if value == EMPTY else (value >> 32) & COUNT
+
+
+@inner
+def take_slot(counters: int, memory: int, words: int) -> int:
+    """A slot that nobody has; NONE if there is none."""
+    slot = load(counters + 8 * FREE)
+    if slot != NONE:
+        store(counters + 8 * FREE, load(memory + slot * words * 4))
+    elif load(counters + 8 * NEXT) < load(counters + 8 * SLOTS):
+        slot = load(counters + 8 * NEXT)
+        store(counters + 8 * NEXT, slot + 1)
+    else:
+        return NONE
+    store(counters + 8 * ROWS, load(counters + 8 * ROWS) + 1)
+    return slot
+
+
+@inner
+def free_slot(slot: int, counters: int, memory: int, words: int) -> None:
+    store(memory + slot * words * 4, load(counters + 8 * FREE))
+    store(counters + 8 * FREE, slot)
+    store(counters + 8 * ROWS, load(counters + 8 * ROWS) - 1)
+
+
+@kernel
+def claim(
+    ids: Int64s, begin: int, regions: Int64s, counters: Int64s, words32: Words, shape: Int64s,
+    admission: NDArray[np.float64], slots: Int64s,
+) -> int:  # fmt: skip
+    """The slots of ``ids[begin:]``; an id that is admitted with this push gets one, marked NEW, with its count so far.
+
+    Returns the position of the first id for which a bucket or the arena must grow, else the number of ids.
+    """
+    words, seed, now, n = shape[WORDS], shape[SEED], shape[NOW], len(ids)
+    memory, described, counted = words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
+    for i in range(begin, n):
+        if i + AHEAD < n:
+            fetch_ahead(described, ids[i + AHEAD])
+        hashed = mix(ids[i])
+        which = bucket(hashed)
+        about = region(described, which)
+        if load(about + 8 * SIZE) == 0:
+            counters[STUCK] = which
+            return i
+        at = seek(about, hashed, ids[i])
+        value = load(at + 8)
+        slots[i] = value
+        if value < 0:
+            if value == EMPTY and load(about + 8 * USED) >= load(about + 8 * LIMIT):
+                counters[STUCK] = which
+                return i
+            count = pushes(value) + 1
+            made = _SIGN + _CHANGED + (min(count, COUNT - 1) << 32) + now
+            slots[i] = EMPTY
+            if admits(seed, ids[i], count, admission[AFTER], admission[CHANCE]):
+                made = take_slot(counted, memory, words)
+                if made == NONE:
+                    counters[STUCK] = which
+                    return i
+                store32(memory + (made + 1) * words * 4 - META * 4, np.uint32(count - 1))
+                slots[i] = made | NEW
+            if value == EMPTY:
+                store(at, ids[i])
+                store(about + 8 * USED, load(about + 8 * USED) + 1)
+            store(at + 8, made)
+    return n
+
+
+@kernel
+def newcomers(ids: Int64s, regions: Int64s, seed: int, admission: NDArray[np.float64]) -> int:
+    """How many of ``ids`` a push would make a row for."""
+    made, n, described = 0, len(ids), regions.ctypes.data
+    for i in range(n):
+        if i + AHEAD < n:
+            fetch_ahead(described, ids[i + AHEAD])
+        hashed = mix(ids[i])
+        about = region(described, bucket(hashed))
+        if load(about + 8 * SIZE):
+            value = load(seek(about, hashed, ids[i]) + 8)
+            if value < 0 and admits(seed, ids[i], pushes(value) + 1, admission[AFTER], admission[CHANCE]):
+                made += 1
+    return made
+
+
+@kernel
+def release(
+    ids: Int64s, regions: Int64s, counters: Int64s, words32: Words, words: int, gone: NDArray[np.bool_]
+) -> None:
+    """Forget ids, those that wait included; ``gone`` tells which were there."""
+    n, memory, described, counted = len(ids), words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
+    for i in range(n):
+        if i + AHEAD < n:
+            fetch_ahead(described, ids[i + AHEAD])
+        gone[i] = False
+        hashed = mix(ids[i])
+        about = region(described, bucket(hashed))
+        if load(about + 8 * SIZE):
+            at = seek(about, hashed, ids[i])
+            value = load(at + 8)
+            if value != EMPTY:
+                gone[i] = True
+                if value >= 0:
+                    free_slot(value, counted, memory, words)
+                close_gap(about, at)
+
+
+@kernel
+def put_values(ids: Int64s, values: Int64s, regions: Int64s) -> None:
+    """Set the values of ids that wait (or begin to); their bucket has room for them."""
+    described = regions.ctypes.data
+    for i in range(len(ids)):
+        hashed = mix(ids[i])
+        about = region(described, bucket(hashed))
+        at = seek(about, hashed, ids[i])
+        if load(at + 8) == EMPTY:
+            store(at, ids[i])
+            store(about + 8 * USED, load(about + 8 * USED) + 1)
+        store(at + 8, values[i])

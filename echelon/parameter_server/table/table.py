@@ -1,0 +1,385 @@
+"""A sparse table: rows for any int64 id, made by the first push, moved by a rule, forgotten when nobody asks for them.
+
+A pull changes nothing: an id without a row reads its initial value. One mutex guards the table; kernels run without the
+interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.base.errors import EchelonError, MismatchError, UsageError
+from echelon.parameter_server.protocol.hashing import bucket_of
+from echelon.parameter_server.protocol.job_spec import BUCKETS, TableSpec
+from echelon.parameter_server.table import claims, initial, records
+from echelon.parameter_server.table.arena import ROWS, STUCK, Arena
+from echelon.parameter_server.table.compiled import readable
+from echelon.parameter_server.table.eviction import OLDEST, RAREST, evicted
+from echelon.parameter_server.table.index import USED, Index, Int64s, find
+from echelon.parameter_server.table.records import CHANGED, COUNT, META, NEW, NOW, PINNED, SLOT, WAITING
+from echelon.parameter_server.table.updates import settings_of, update_of
+from echelon.strategy.table_rules import state_width
+
+Float32s = NDArray[np.float32]
+
+_ALL = 0xFFFFFFFF
+_EVERYONE = np.array([1.0, 1.0])
+_NOBODY = np.empty(0, np.int64)
+
+
+class Rows(NamedTuple):
+    """Rows of one bucket as they are kept in files: record i belongs to ids[i]; ``removed`` were let go.
+
+    An id that waits for admission has a record too, flagged WAITING, whose weights mean nothing.
+    """
+
+    ids: Int64s
+    records: NDArray[np.uint32]
+    removed: Int64s = _NOBODY
+
+
+class Table:
+    """The rows of ``spec`` that lie in ``buckets``.
+
+    directory:  where the memory-mapped file of a table with ``spec.disk`` goes
+    capacity:   most rows here; by default ``spec.capacity``, less where other servers hold rows of the table
+    step:       updates seen so far; with ``passes``, settable when a table is restored
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        buckets: range = range(BUCKETS),
+        directory: Path | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        if spec.disk and directory is None:
+            raise UsageError(f"table '{spec.name}': disk=True needs a directory for its file; give the server one")
+        if spec.expire_passes is not None and spec.expire_seconds is not None:
+            raise UsageError(f"table '{spec.name}': rows expire by passes or by seconds, not both; set one of the two")
+        self.spec, self.buckets = spec, buckets
+        self.dim, self.state = spec.dim, state_width(spec.rule, spec.dim)
+        self.words = self.dim + self.state + META
+        self.capacity = capacity if capacity is not None else spec.capacity
+        self.step = 0
+        self.passes = 0
+        self._lock = threading.Lock()
+        self._index = Index(buckets)
+        self._arena = Arena(self.words, directory if spec.disk else None)
+        seed = np.array([spec.seed % 2**64], np.uint64).view(np.int64)[0]
+        self._shape = np.array([self.dim, self.state, self.words, seed, 0], np.int64)
+        self._first = initial.described(spec.initializer, spec.rule, spec.dim)
+        self._admission = np.array([spec.admit_after, spec.admit_probability], np.float64)
+        self._removed: dict[int, list[Int64s]] = {}  #: since the last snapshot, of buckets that have one
+        self._update = update_of(spec.rule)
+
+    def __len__(self) -> int:
+        return int(self._arena.counters[ROWS])
+
+    def memory(self) -> int:
+        """Bytes of the index and of the records."""
+        return self.index_bytes() + self._arena.nbytes
+
+    def index_bytes(self) -> int:
+        """Bytes of the index, which is in memory also when the records are on disk."""
+        return self._index.nbytes
+
+    # reading
+
+    def pull(self, ids: Int64s) -> Float32s:
+        """The weights of each id, [n, dim]; ids in any order, also repeated."""
+        return self._read(ids, self.dim)
+
+    def pull_state(self, ids: Int64s) -> Float32s:
+        """Weights and state of each id, [n, dim + state]."""
+        return self._read(ids, self.dim + self.state)
+
+    def _read(self, ids: Int64s, width: int) -> Float32s:
+        ids = readable(ids, np.int64)
+        out = np.empty((len(ids), width), np.float32)
+        with self._lock:
+            slots = self._found(ids)
+            records.gather(ids, slots, self._arena.floats, self._shape, self._first, width, out)
+        return out
+
+    def _found(self, ids: Int64s) -> Int64s:
+        slots = np.empty(len(ids), np.int64)
+        if find(ids, self._index.regions, slots):
+            raise self._foreign(ids)
+        return slots
+
+    def _foreign(self, ids: Int64s) -> EchelonError:
+        where = bucket_of(ids, BUCKETS)
+        first = int(np.flatnonzero(~np.isin(where, self.buckets))[0])
+        return MismatchError(
+            f"table '{self.spec.name}': id {ids[first]} lies in bucket {where[first]}, but this server holds buckets "
+            f"{self.buckets.start} to {self.buckets.stop - 1}; workers and servers must agree on the number of servers"
+        )
+
+    # writing
+
+    def push(self, ids: Int64s, grads: Float32s, *, lr: float | None = None, now: int = 0) -> Int64s:
+        """Apply the rule to the rows of ``ids`` (each once); returns the ids that were evicted to make room.
+
+        ``now``: unix seconds, for a table whose rows expire by time.
+        """
+        ids, grads = self._checked(ids, grads, self.dim)
+        with self._lock:
+            settings = settings_of(self.spec.rule, self.spec.rule.lr if lr is None else lr, self.step + 1)
+            gone = self._make_room(ids)
+            slots = self._claimed(ids, now)
+            self.step += 1
+            self._update(slots, grads, self._arena.floats, self._shape, settings)
+        return gone
+
+    def add(self, ids: Int64s, deltas: Float32s, *, now: int = 0) -> Int64s:
+        """Weights and state of ``ids`` (each once) += ``deltas`` [n, dim + state]; returns the ids evicted for it."""
+        ids, deltas = self._checked(ids, deltas, self.dim + self.state)
+        with self._lock:
+            gone = self._make_room(ids)
+            slots = self._claimed(ids, now)
+            self.step += 1
+            records.add(slots, deltas, self._arena.floats, self._shape)
+        return gone
+
+    def make_room(self, ids: Int64s) -> Int64s:
+        """What a push of ``ids`` would evict, evicted now; an error if there is no room and rows must stay.
+
+        For a caller that writes down what goes before it pushes.
+        """
+        with self._lock:
+            return self._make_room(readable(ids, np.int64))
+
+    def remove(self, ids: Int64s) -> int:
+        """Forget these ids; returns how many were there."""
+        with self._lock:
+            return len(self._release(readable(ids, np.int64)))
+
+    def _checked(self, ids: Int64s, values: Float32s, width: int) -> tuple[Int64s, Float32s]:
+        if values.shape != (len(ids), width):
+            raise UsageError(
+                f"table '{self.spec.name}': {len(ids)} ids need values ({len(ids)}, {width}), got {values.shape}"
+            )
+        return readable(ids, np.int64), readable(values, np.float32)
+
+    def _seen(self, now: int) -> int:
+        """What "last seen" is counted in: passes or seconds where rows expire by them, else updates."""
+        if self.spec.expire_passes is not None:
+            return self.passes
+        return int(now) if self.spec.expire_seconds is not None else self.step + 1
+
+    def _claimed(self, ids: Int64s, now: int) -> Int64s:
+        self._shape[NOW] = self._seen(now) & _ALL
+        slots, before = np.empty(len(ids), np.int64), len(self)
+        self._claim(ids, slots, self._admission)
+        if len(self) > before:
+            records.begin_new(ids, slots, self._arena.floats, self._shape, self._first)
+        return slots
+
+    def _claim(self, ids: Int64s, slots: Int64s, admission: NDArray[np.float64]) -> None:
+        index, arena, done = self._index, self._arena, 0
+        while True:
+            done = claims.claim(ids, done, index.regions, arena.counters, arena.words32, self._shape, admission, slots)
+            if done == len(ids):
+                return
+            try:
+                self._grow(int(arena.counters[STUCK]), ids[done : done + 1])
+            except EchelonError:
+                self._release(ids[:done][(slots[:done] >= 0) & (slots[:done] & NEW != 0)])  # begun by nobody
+                raise
+
+    def _grow(self, bucket: int, stuck: Int64s) -> None:
+        """Make room for an id: in its bucket if that is full, else in the arena."""
+        _, size, used, limit = self._index.regions[bucket].tolist()
+        if not size:
+            raise self._foreign(stuck)
+        if used >= limit:
+            self._index.grow(bucket)
+        else:
+            self._arena.more()
+
+    # letting go
+
+    def _make_room(self, ids: Int64s) -> Int64s:
+        """Evict enough rows for what a push of ``ids`` adds, and some more so that the next pushes need not."""
+        if self.capacity is None or len(self) + len(ids) <= self.capacity:
+            return _NOBODY
+        made = claims.newcomers(ids, self._index.regions, self._shape[records.SEED], self._admission)
+        over = len(self) + made - self.capacity
+        if over <= 0:
+            return _NOBODY
+        if self.spec.on_full == "error":
+            raise EchelonError(
+                f"table '{self.spec.name}' is full: {len(self):,} of {self.capacity:,} rows here, and {made:,} new ids "
+                "came; raise capacity, or set on_full to 'lru' or 'lfu'"
+            )
+        if made > self.capacity:
+            raise EchelonError(
+                f"table '{self.spec.name}': one push brings {made:,} new ids, but {self.capacity:,} rows are all it "
+                "may hold here; raise capacity"
+            )
+        return self._evict(ids, over)
+
+    def _evict(self, ids: Int64s, over: int) -> Int64s:
+        arena, capacity = self._arena, self.capacity or 0
+        score = OLDEST if self.spec.on_full == "lru" else RAREST
+        mine = self._found(ids)
+        records.set_flags(mine, arena.words32, self.words, _ALL, PINNED)
+        gone = evicted(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
+        records.set_flags(mine, arena.words32, self.words, _ALL ^ PINNED, 0)
+        if len(gone) < over:
+            raise EchelonError(
+                f"table '{self.spec.name}': one push touches more rows than the {capacity:,} it may hold here; "
+                "raise capacity"
+            )
+        return self._release(gone)
+
+    def _release(self, ids: Int64s) -> Int64s:
+        """Forget ids, and where a snapshot has them remember that they went; returns those that were there."""
+        arena, gone = self._arena, np.empty(len(ids), np.bool_)
+        claims.release(ids, self._index.regions, arena.counters, arena.words32, self.words, gone)
+        went = ids[gone]
+        if self._removed and len(went):
+            where = bucket_of(went, BUCKETS)
+            order = np.argsort(where, kind="stable")
+            buckets, begins = np.unique(where[order], return_index=True)
+            for bucket, part in zip(buckets.tolist(), np.split(went[order], begins[1:]), strict=True):
+                if bucket in self._removed:
+                    self._removed[bucket].append(part)
+        return went
+
+    def new_pass(self) -> int:
+        """A pass over the data begins; returns its number."""
+        with self._lock:
+            self.passes += 1
+            return self.passes
+
+    def expire(self, now: int, buckets: Iterable[int] | None = None) -> int:
+        """Forget what was not pushed in ``expire_passes`` whole passes or ``expire_seconds``; returns how many rows."""
+        oldest = self._oldest(now)
+        if oldest is None:
+            return 0
+        return sum(self._expire(which, oldest) for which in (self.buckets if buckets is None else buckets))
+
+    def _oldest(self, now: int) -> int | None:
+        """When a row that may stay was last seen at the earliest."""
+        if self.spec.expire_passes is not None:
+            return self.passes - self.spec.expire_passes
+        return None if self.spec.expire_seconds is None else int(np.ceil(now - self.spec.expire_seconds))
+
+    def _expire(self, which: int, oldest: int) -> int:
+        with self._lock:
+            ids, values = self._index.pairs(which)
+            before = len(self)
+            self._release(ids[self._meta(values, 1).astype(np.int64) < oldest])
+            self._index.shrink(which)
+            return before - len(self)
+
+    def _meta(self, values: Int64s, word: int) -> NDArray[np.uint32]:
+        """Count with its flags (0) or last seen (1) of rows and of ids that wait."""
+        out = np.empty(len(values), np.uint32)
+        records.metas(values, self._arena.words32, self.words, word, out)
+        waits = values < 0
+        if waits.any():
+            counts, seen, changed = claims.waited(values[waits])
+            out[waits] = seen if word else counts | np.where(changed, WAITING | CHANGED, WAITING).astype(np.uint32)
+        return out
+
+    # files
+
+    def rows_of(self, bucket: int, *, changed_only: bool = False) -> Rows:
+        """All of a bucket in the order of ids, or what changed since ``mark_clean``: the same whatever came before."""
+        with self._lock:
+            ids, values = self._index.pairs(bucket)
+            removed = self._gone(bucket, ids) if changed_only else _NOBODY
+            if changed_only:
+                changed = self._meta(values, 0) >= CHANGED
+                ids, values = ids[changed], values[changed]
+            return Rows(ids, self._copied(values), removed)
+
+    def _gone(self, bucket: int, present: Int64s) -> Int64s:
+        parts = self._removed.get(bucket, [])
+        return np.setdiff1d(np.concatenate(parts), present) if parts else _NOBODY
+
+    def _copied(self, values: Int64s) -> NDArray[np.uint32]:
+        out = np.zeros((len(values), self.words), np.uint32)
+        records.copy_out(values, self._arena.words32, self.words, out)
+        waits = values < 0
+        if waits.any():
+            out[waits, -2] = self._meta(values[waits], 0)
+            out[waits, -1] = self._meta(values[waits], 1)
+        out[:, -2] &= np.uint32(_ALL ^ CHANGED)
+        return out
+
+    def mark_clean(self, bucket: int) -> None:
+        """What ``rows_of`` gave is saved: changes count from here."""
+        with self._lock:
+            ids, values = self._index.pairs(bucket)
+            records.set_flags(values, self._arena.words32, self.words, _ALL ^ CHANGED, 0)
+            self._put_waiting(ids[values < 0], self._meta(values[values < 0], 0), self._meta(values[values < 0], 1))
+            self._removed[bucket] = []
+
+    def _put_waiting(self, ids: Int64s, counts: NDArray[np.uint32], seen: NDArray[np.uint32]) -> None:
+        if len(ids):
+            values = claims.waiting(counts & np.uint32(COUNT), seen, np.zeros(len(ids), np.bool_))
+            claims.put_values(ids, values, self._index.regions)
+
+    def put_rows(self, bucket: int, rows: Rows) -> None:
+        """Restore: drop ``rows.removed``, then insert or overwrite the records; they count as unchanged."""
+        ids, kept = self._restorable(bucket, rows)
+        waits = (kept[:, -2] & np.uint32(WAITING)) != 0
+        with self._lock:
+            news = self._removed.pop(bucket, [])  # what a restore drops is none
+            self._release(readable(rows.removed, np.int64))
+            self._release(np.ascontiguousarray(ids[waits]))
+            self._index.reserve(bucket, int(self._index.regions[bucket, USED]) + len(ids))
+            slots, present = np.empty(len(ids) - int(waits.sum()), np.int64), np.ascontiguousarray(ids[~waits])
+            self._claim(present, slots, _EVERYONE)
+            records.copy_in(slots, self._arena.words32, self.words, np.ascontiguousarray(kept[~waits]))
+            records.set_flags(slots & SLOT, self._arena.words32, self.words, COUNT, 0)
+            self._put_waiting(np.ascontiguousarray(ids[waits]), kept[waits, -2], kept[waits, -1])
+            self._removed[bucket] = news
+
+    def _restorable(self, bucket: int, rows: Rows) -> tuple[Int64s, NDArray[np.uint32]]:
+        """Rows from a file, if they are rows of this table and bucket."""
+        ids, kept = readable(rows.ids, np.int64), readable(rows.records, np.uint32)
+        where = f"table '{self.spec.name}', bucket {bucket}"
+        if kept.shape != (len(ids), self.words):
+            raise MismatchError(
+                f"{where}: {len(ids)} records of {self.words} words expected, got an array of shape {kept.shape}; "
+                "the rows were written with another dim or rule"
+            )
+        if bucket not in self.buckets:
+            raise MismatchError(f"{where}: this server holds buckets {self.buckets.start} to {self.buckets.stop - 1}")
+        for named in (ids, readable(rows.removed, np.int64)):
+            if (bucket_of(named, BUCKETS) != bucket).any():
+                raise MismatchError(f"{where}: the rows have ids of other buckets; the file is damaged or misnamed")
+        return ids, kept
+
+    def drop_bucket(self, bucket: int) -> None:
+        """Forget a bucket as if it had never been here."""
+        with self._lock:
+            ids, _ = self._index.pairs(bucket)
+            self._release(ids)
+            self._removed.pop(bucket, None)
+            if bucket in self.buckets:
+                self._index.clear(bucket)
+            if not len(self):
+                self._arena.clear()
+
+    def items(self) -> Iterator[tuple[Int64s, Float32s]]:
+        """Ids and weights, bucket by bucket, of rows that exist."""
+        for bucket in self.buckets:
+            with self._lock:
+                ids, slots = self._index.pairs(bucket)
+                ids, slots = ids[slots >= 0], slots[slots >= 0]
+                out = np.empty((len(ids), self.dim), np.float32)
+                records.gather(ids, slots, self._arena.floats, self._shape, self._first, self.dim, out)
+            yield ids, out

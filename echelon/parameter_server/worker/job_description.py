@@ -1,0 +1,102 @@
+"""From a model, its optimizer and the strategy to what the servers are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.optim.layerwise import Layerwise
+from echelon.parameter_server.protocol.dense_placement import Piece, place
+from echelon.parameter_server.protocol.hashing import stable_hash
+from echelon.parameter_server.protocol.job_spec import Block, DenseRule, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.server.dense import KINDS, LAYERWISE
+from echelon.strategy import ParameterServer
+
+
+def table_seed(seed: int, name: str) -> int:
+    """Of the table, from the job's: so that tables of one job differ, and the same one never does."""
+    return stable_hash(f"{seed}/{name}")
+
+
+def make_job(
+    settings: ParameterServer,
+    tables: Sequence[TableSpec],
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    session: str,
+    servers: int,
+    trainers: int,
+    seed: int,
+) -> JobSpec:
+    """``optimizer``: of the dense parameters that servers hold; None when they hold none."""
+    rule = DenseRule() if optimizer is None else dense_rule(optimizer, parameters)
+    blocks: tuple[Block, ...] = ()
+    if optimizer is not None:
+        blocks = place(
+            _pieces(optimizer, parameters, whole=rule.kind in LAYERWISE),
+            servers,
+            settings.split_method,
+            slice_up=settings.slice_var_up,
+            min_block=settings.min_block_size,
+        )
+    assert settings.mode != "hybrid"
+    return JobSpec(
+        session=session,
+        mode=settings.mode,
+        trainers=trainers,
+        servers=servers,
+        seed=seed,
+        tables=tuple(tables),
+        blocks=blocks,
+        dense=rule,
+        staleness=settings.staleness,
+        compensate=settings.compensate,
+        patience=settings.patience,
+        keeping=Keeping(
+            journal=settings.journal, replica=settings.replica, snapshot_every=settings.snapshot_every,
+            journal_mb=settings.journal_mb
+        ),
+        device=settings.server_device,
+    )  # fmt: skip
+
+
+def dense_rule(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> DenseRule:
+    """The optimizer by its name and settings, for servers to build their own."""
+    kind = type(optimizer).__name__
+    if kind not in KINDS:
+        raise UsageError(
+            f"servers do not know the optimizer {kind}; they know {', '.join(KINDS)}. Use one of them, or keep dense "
+            "parameters with the workers: ParameterServer(dense='allreduce')"
+        )
+    groups = group_settings(optimizer)
+    if isinstance(optimizer, Layerwise):
+        for settings, group in zip(groups, optimizer.param_groups, strict=True):
+            left_out = {id(p) for p in group["params"] if optimizer.excludes(p)}
+            settings["exclude"] = [name for name, p in parameters.items() if id(p) in left_out]
+    return DenseRule(kind=kind, groups=tuple(groups))  # type: ignore[arg-type]
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups' settings as they are now, JSON values only."""
+    return [_plain({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in settings.items() if not callable(v)}
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
+
+
+def _pieces(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], whole: bool) -> list[Piece]:
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return [
+        Piece(name, tuple(parameter.shape), groups[id(parameter)], whole)
+        for name, parameter in parameters.items()
+        if id(parameter) in groups and parameter.requires_grad
+    ]

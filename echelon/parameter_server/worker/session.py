@@ -1,0 +1,394 @@
+"""What an Engine does with parameter servers: read rows before a step, push gradients after it, keep in touch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from echelon.base.environment import RESTART_COUNT
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.formatting import things
+from echelon.distributed import world as worlds
+from echelon.distributed.ps_role import Role
+from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.worker.catch_up import attach
+from echelon.parameter_server.worker.client import Client, Pulled, Update
+from echelon.parameter_server.worker.dense_blocks import Blocks, check_parameters
+from echelon.parameter_server.worker.geo import Geo
+from echelon.parameter_server.worker.job_description import group_settings, make_job, table_seed
+from echelon.parameter_server.worker.server_contact import Contact
+from echelon.parameter_server.worker.sparse_embedding import tables_of
+from echelon.parameter_server.worker.sparse_lookup import Reading
+from echelon.strategy import ParameterServer
+
+#: How many of its answered pushes a worker sums up for its staleness figure.
+LATELY = 100
+
+
+class Served:
+    """The tables of one model, and its dense parameters where servers hold them."""
+
+    def __init__(
+        self, settings: ParameterServer, role: Role, seed: int, model: nn.Module, device: torch.device
+    ) -> None:
+        self.remote = bool(role.endpoints)
+        self.role, self._seed, self._device = role, seed, device
+        # with nobody else there, all modes are one
+        self.settings = settings if self.remote else dataclasses.replace(settings, mode="sync")
+        #: whether servers hold the dense parameters too; without servers nobody else could
+        self.dense = settings.dense_on_servers and self.remote
+        self.worker, self.workers = (role.index, role.workers) if self.remote else (0, 1)
+        self._model, self._hooks = model, list[RemovableHandle]()
+        self._tables = tables_of(model, lambda name: table_seed(seed, name))
+        self.blob: Callable[[], bytes] | None = None  #: what this worker needs to go on after a restart
+        #: whether this process's own optimizer steps the dense parameters
+        self.steps_here = not self.dense or self.settings.mode == "geo"
+        self._geo: Geo | None = None
+        self._next: Any = None  # the batch after this one
+        self._ahead: Pulled | None = None  # what was asked for the step after this one
+        self._begun = False
+        self._is_behind = False  # an update was pushed whose result is not in the model
+        #: whether workers step together and know of one another through servers only
+        self.steps_together = self.dense and self.settings.mode == "sync"
+        self._stale: list[int] = []
+        self.client: Client | None = None
+        self._contact: Contact | None = None
+
+    # ---- opening ----
+
+    def open(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Tell the servers of the job. ``begin`` follows when the model has its first values."""
+        self._optimizer = optimizer
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        if self.dense:
+            check_parameters(trained)
+        job = make_job(
+            self.settings,
+            [spec for spec, _ in self._tables.values()],
+            optimizer if self.dense else None,
+            trained,
+            session=self._session(),
+            servers=max(1, len(self.role.endpoints)),
+            trainers=self.workers,
+            seed=self._seed,
+        )
+        self._contact = Contact(self.role, job, self.settings.timeout)
+        self.client = Client(self._contact.links, job, self.worker)
+        self.reading = Reading(self.client, self._device)
+        self._blocks = Blocks(job.blocks, trained, job.servers)
+        for name, (_, modules) in self._tables.items():
+            for module in modules:
+                module.connect(name, lambda: self.reading)
+        if self.settings.mode == "geo":
+            self._geo = Geo(self.client, self._blocks, self.workers, self.settings.k_steps)
+            self.reading.pull = self._geo.pull
+        self.reading.before_peek = self.catch_up
+        if self.dense and not self.steps_together:
+            self._hooks = attach(self._model, self.catch_up)
+        try:
+            with self._contact.wait_told():
+                self._standing = self.client.hello()
+                self.client.open()
+        except BaseException:
+            self.close(done=False)  # at the end of the process there is no job to leave
+            raise
+        self._contact.keep()
+
+    def _session(self) -> str:
+        """Workers that are bound together restart together, and their servers begin anew with them."""
+        attempt = os.environ.get(RESTART_COUNT, "0") if not self.dense else "0"
+        return f"{self.role.session}/{attempt}"
+
+    @property
+    def resumed(self) -> bytes | None:
+        """What this worker left with the servers before it was restarted; None when it begins."""
+        assert self.client is not None
+        mine = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
+        if not self.dense or len(mine) < len(self._standing):
+            return None
+        if not all(s["member"] for s in mine):
+            return self._join()
+        seq = min(int(s["seq"]) for s in mine)
+        if seq < 0:
+            return None
+        blobs = self._blobs()
+        if seq not in blobs:
+            raise UsageError(f"server 0 has no state of worker {self.worker} after step {seq}; start the job again")
+        self.client.resume_at(seq + 1)
+        self._begun = True
+        return blobs[seq]
+
+    def _join(self) -> bytes | None:
+        """Take part in a job that is under way without this worker: because it is new, or had been given up."""
+        assert self.client is not None
+        step = int(self.client.links[0].call(Frame({"op": "join", "worker": self.worker})).head["step"])
+        self.client.resume_at(step)
+        self._begun = True
+        blobs = self._blobs()
+        return blobs[max(blobs)] if blobs else None
+
+    def _blobs(self) -> dict[int, bytes]:
+        """What server 0 keeps of this worker, by the push that it came with."""
+        assert self.client is not None
+        kept = self.client.links[0].call(Frame({"op": "blob", "worker": self.worker}))
+        return {int(seq): bytes(blob) for seq, blob in zip(kept.head["steps"], kept.arrays, strict=True)}
+
+    def begin(self) -> None:
+        """Let training start: worker 0's values of the dense parameters are everybody's."""
+        assert self.client is not None
+        if not self._begun and self.worker == 0:  # others wait in their first pull
+            self.client.begin(self._blocks.values())
+        if not self.dense and self.remote:
+            worlds.barrier()  # servers without blocks wait for nothing: nobody may read before a checkpoint is loaded
+        self._begun = True
+        self.refresh()
+
+    # ---- a step ----
+
+    @contextlib.contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """Around forward and backward of ``batch``."""
+        assert self.client is not None
+        waits = self.settings.mode == "bounded" or (self.settings.mode == "sync" and self._is_behind)
+        self.reading.begin(batch, dense=self.dense and waits)
+        answered = self.client.collect(self._leave())  # of pushes; what they could not do is raised here
+        self._install(self.reading.values or answered)
+        try:
+            yield
+        except BaseException:
+            self.reading.end()
+            raise
+
+    def _leave(self) -> int:
+        """Pushes that may stay unanswered while the next step computes."""
+        return 1 if self.settings.prefetch and self.settings.mode == "async" else 0
+
+    def update(self, samples: float, weight: float, loss: Tensor | None = None) -> None:
+        """Push the step's gradients: of the mean over ``samples``, times the ``weight`` that ``loss`` was given."""
+        self._push(samples, weight, loss)
+        self._is_behind = True
+
+    def _push(self, samples: float, weight: float, loss: Tensor | None) -> None:
+        assert self.client is not None
+        tables = self.reading.gradients(1.0 / weight if weight else 0.0) if samples else {}
+        rates = {name: float(modules[0].lr) for name, (_, modules) in self._tables.items()}
+        if self._geo is not None:
+            self._geo.update(tables, rates)
+            self.reading.end()
+            if self._geo.due:
+                self._geo.exchange(self._blob())
+            return
+        dense = self._blocks.gradients() if self.dense else []
+        compensated = self.settings.compensate > 0
+        update = Update(
+            weight=float(samples),
+            tables=tables,
+            rates=rates,
+            groups=group_settings(self._optimizer) if self.dense else [],
+            dense=dense,
+            values=self.dense and self.settings.mode == "async",
+            pulled_rows=self.reading.origins(tables) if compensated else {},
+            pulled_dense=self._blocks.values() if compensated and self.dense else [],
+            blob=self._blob(),
+            loss=float(loss) if loss is not None and samples and self.steps_together else 0.0,
+        )
+        self.client.push(update, self.reading.moment)
+        self.reading.end()
+        if self._next is not None and self.settings.mode in ("sync", "bounded"):
+            self._ask_ahead()
+        self._note_staleness()
+
+    def finish_step(self, own: Tensor) -> Tensor:
+        """Wait for the other workers' part of the step, take up its result, and return the mean loss over all workers.
+
+        It comes with what is asked for the next step anyhow. For workers that step together; see ``steps_together``.
+        """
+        assert self.client is not None
+        self.client.collect()  # a push that was refused says why; the pull would only say that it is missing
+        pulled, self._ahead = self._ahead or self.client.pull({}, step=self.client.seq, dense=True), None
+        pulled.wait()
+        self._install(pulled.dense)
+        pulled.dense, self._is_behind = [], False
+        return own if pulled.loss is None else own.new_tensor(pulled.loss)
+
+    def _blob(self) -> NDArray[np.uint8] | None:
+        return np.frombuffer(self.blob(), np.uint8) if self.blob and self.dense else None
+
+    def skip(self) -> None:
+        """The step has nothing to apply. A worker that others wait for says so."""
+        if self.dense and self.settings.mode != "geo":
+            self.update(0.0, 0.0)
+        else:
+            self.reading.end()
+
+    def ahead(self, batch: Any) -> None:
+        """The batch after the one that is about to be handed out."""
+        if not self.settings.prefetch:
+            return
+        self._next = batch
+        if self.settings.mode == "async":
+            self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        batch, self._next = self._next, None
+        asked = self.reading.ask_ahead(batch, dense=self.dense and self.settings.mode != "async")
+        self._ahead = asked if self.steps_together else None
+
+    def _install(self, values: Sequence[NDArray[np.float32]]) -> None:
+        if self._geo is not None:
+            self._geo.install(values)
+        elif self.dense and values:
+            self._blocks.install(values)
+
+    def _note_staleness(self) -> None:
+        assert self.client is not None
+        self._stale = (self._stale + self.client.staleness)[-LATELY:]
+        self.client.staleness = []
+
+    @property
+    def staleness(self) -> float:
+        """Mean number of updates that others made between this worker's reading and its pushing, lately."""
+        return sum(self._stale) / len(self._stale) if self._stale else 0.0
+
+    # ---- between steps ----
+
+    def catch_up(self) -> None:
+        """Bring the last update into the model, unless it is there or a step is under way."""
+        if self._is_behind and self.client is not None and not self.reading.in_step:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Let every push count, and take up the servers' values: before the model is shown, judged or stored."""
+        assert self.client is not None
+        if self._geo is not None and self._geo.steps:
+            self._geo.exchange(self._blob())
+        together = self.settings.mode == "sync"  # then others' last pushes belong to the same step: wait for them
+        if self.dense or together:
+            pulled = self.client.refresh(self.client.seq, dense=self.dense, peek=not together)
+            self._install(pulled.dense)
+        else:
+            self.client.settle()
+        self._is_behind = False
+
+    def new_pass(self) -> None:
+        """A pass over the data is done: rows may expire."""
+        assert self.client is not None
+        if self.worker == 0:
+            self.client.ask(op="new_pass")
+
+    @staticmethod
+    def saved_as(step: int) -> str:
+        """The directory, beside a checkpoint, that holds the servers' part of it."""
+        return f"servers-{step:08d}"
+
+    def save(self, place: Path, step: int, alone: bool) -> None:
+        """All servers write their part; ``alone``: this process asks for it, others wait with it until it is done."""
+        assert self.client is not None
+        if not self.dense and self.remote:
+            worlds.barrier()  # every worker's pushes have been answered
+        if alone:
+            directory = place / self.saved_as(step)
+            directory.mkdir(parents=True, exist_ok=True)
+            self.client.ask(op="save", path=str(directory.absolute()), step=step)
+        if not self.dense and self.remote:
+            worlds.barrier()
+
+    def forget_saves(self, place: Path) -> None:
+        """Remove servers' parts whose checkpoint is gone."""
+        from echelon.checkpoint.directory import complete
+
+        kept = {self.saved_as(step) for step in complete(place)}
+        newest = max(kept, default="")
+        for left in place.glob("servers-*"):
+            if left.name not in kept and left.name < newest:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def load(self, checkpoint: Path, name: str | None, asks: bool) -> None:
+        """Let the servers go on from their part of a checkpoint. One worker asks; ``begin`` holds the others."""
+        assert self.client is not None
+        if name is None:
+            raise CheckpointError(f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with")
+        if asks:
+            self.client.ask(op="load", path=str((checkpoint.parent / Path(name).name).absolute()))
+
+    def export(self, path: str | Path, table: str, since: int | None = None) -> int:
+        """Servers write a table to Parquet or safetensors, as the name ends; its version.
+
+        since: an earlier export's version: only what has changed after it
+        With several servers ``path`` becomes a directory with a file of each.
+        """
+        assert self.client is not None
+        self.client.settle()
+        kind = "parquet" if str(path).endswith(".parquet") else "safetensors"
+        told = self.client.ask(op="export", path=str(Path(path).absolute()), table=table, format=kind, since=since)
+        return max(int(answer.head["version"]) for answer in told)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+        assert self.client is not None
+        return [answer.head for answer in self.client.ask(op="stats")]
+
+    def leave(self, done: bool, say: Callable[[str], None] | None) -> None:
+        """At the end of the run. ``say``: where this worker speaks for all."""
+        if done and say is not None and (line := self.summary()) is not None:
+            say(line)
+        self.close(done)
+
+    def close(self, done: bool = True) -> None:
+        """Leave the job; ``done``: this worker has nothing more to say."""
+        if self.client is None:
+            return
+        client = self.client
+        try:
+            if done and (self.dense or client.occupancy.is_counted):
+                self.catch_up()
+            if done:
+                client.leave()
+        finally:
+            self.client = None
+            for hook in self._hooks:
+                hook.remove()
+            if self._contact is not None:
+                self._contact.close()
+            client.close()
+
+    def summary(self) -> str | None:
+        """How far apart reading and pushing were, for the end of the run; None where they cannot be."""
+        if not self.remote or self.settings.mode == "sync" or self.client is None:
+            return None
+        servers = self.stats()
+        pushes = sum(server["staleness"]["pushes"] for server in servers)
+        mean = sum(server["staleness"]["mean"] * server["staleness"]["pushes"] for server in servers) / max(1, pushes)
+        most = max(server["staleness"]["max"] for server in servers)
+        return f"staleness: others made {mean:.1f} updates between a read and its push on average, {most} at most"
+
+    def describe_processes(self) -> str | None:
+        """Return workers and servers in words where workers know of one another through servers only; else None."""
+        if not self.dense:
+            return None
+        servers = things(len(self.role.endpoints), "server")
+        return f"{things(self.workers, 'worker')} x {self._device.type}, {servers}"
+
+    def describe(self) -> Iterator[str]:
+        """For the announcement of the run."""
+        where = things(len(self.role.endpoints), "server") if self.remote else "this process (no servers in this job)"
+        for name, (spec, modules) in self._tables.items():
+            rule = type(spec.rule).__name__.lower()
+            shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
+            yield f"table '{name}': {things(spec.dim, 'float')} a row, {rule}, on {where}{shared}"
+        if self.remote:
+            how = "on the servers" if self.dense else "summed between workers"
+            exact = "" if self.settings.mode == "sync" else " (inexact)"
+            workers = things(self.workers, "worker")
+            yield f"parameter server: {self.settings.mode}{exact}, {workers}, dense parameters {how}"

@@ -1,0 +1,231 @@
+"""SparseEmbedding: an embedding for any int64 id, whose rows live on parameter servers, or here when there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.base.errors import DataError, UsageError, nearest
+from echelon.nn.fluid_names import in_our_names
+from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
+from echelon.strategy.table_rules import NAMED, Rule
+
+Combiner = Literal["sum", "mean", "sqrtn"]
+
+
+class Store(Protocol):
+    """Where rows come from."""
+
+    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class SparseEmbedding(nn.Module):
+    """Rows of ``dim`` floats for any int64 id: negative, 0, 2**63 - 1. A row comes into being when it is first trained.
+
+    It has no parameters: the rows are no part of the model, the optimizer given to ``distribute`` does not see them.
+    ``optimizer`` is what the server does with their gradients.
+
+    name:        of the table; by default the module's own name in the model. Modules of one name share a table
+    optimizer:   a rule of ``echelon.strategy.table_rules`` or its name: sgd, momentum, adagrad, row_adagrad, adam, ftrl
+    initializer: the first value of a row, from the seed, the table and the id alone; a number b is uniform in [-b, b)
+    combiner:    makes one vector of a bag of ids: their "sum", "mean", or "sqrtn": the sum over the root of the sum of
+                 squared weights
+    padding_id:  an id that stands for nothing: it reads as zeros and is never trained
+    capacity ... disk: see ``echelon.parameter_server.protocol.job_spec.TableSpec``
+    other_names: Fluid's spelling (``size=[dict_size, width], is_sparse=True``) and torch's (``num_embeddings``)
+    """
+
+    def __init__(
+        self,
+        dim: int | Sequence[int] | None = None,
+        *more: int,
+        name: str | None = None,
+        optimizer: Rule | str = "adagrad",
+        initializer: Initializer | float | None = None,
+        combiner: Combiner | None = None,
+        padding_id: int | None = None,
+        capacity: int | None = None,
+        on_full: Literal["error", "lru", "lfu"] = "error",
+        admit_after: int = 1,
+        admit_probability: float = 1.0,
+        expire_passes: int | None = None,
+        expire_seconds: float | None = None,
+        disk: bool = False,
+        **other_names: Any,
+    ) -> None:
+        super().__init__()
+        if more:
+            raise UsageError(
+                f"SparseEmbedding({dim!r}, {more[0]!r}): expected one number, the floats a row; "
+                f"torch.nn.Embedding(rows, width) is SparseEmbedding(width, capacity=rows)"
+            )
+        if isinstance(dim, list | tuple):
+            dim, other_names = None, {"size": dim, **other_names}
+        if other_names:
+            ours = in_our_names(other_names, list(SparseEmbedding.__init__.__annotations__))
+            dim = _once("dim", dim, ours)
+            capacity, name = _once("capacity", capacity, ours), _once("name", name, ours)
+            padding_id = _once("padding_id", padding_id, ours)
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise UsageError(f"SparseEmbedding(dim={dim!r}): expected the number of floats a row")
+        if combiner not in (None, "sum", "mean", "sqrtn"):
+            raise UsageError(f"SparseEmbedding(combiner={combiner!r}): expected 'sum', 'mean', 'sqrtn' or None")
+        self.dim, self.combiner, self.padding_id = dim, combiner, padding_id
+        self._spec = TableSpec(
+            name=name or "",
+            dim=dim,
+            rule=_rule(optimizer),
+            initializer=_initializer(initializer),
+            capacity=capacity,
+            on_full=on_full,
+            admit_after=admit_after,
+            admit_probability=admit_probability,
+            expire_passes=expire_passes,
+            expire_seconds=expire_seconds,
+            disk=disk,
+        )
+        self.lr = self._spec.rule.lr  #: the rate of the next update; a schedule may change it
+        self._store: Callable[[], Store | None] = _nowhere
+        self._table = name or ""
+
+    @property
+    def spec(self) -> TableSpec:
+        """What was asked for; ``name`` is empty until the module's own name is known."""
+        return self._spec
+
+    def connect(self, table: str, store: Callable[[], Store | None]) -> None:
+        """From now on rows come from there."""
+        self._table, self._store = table, store
+
+    def forward(self, ids: Tensor, weights: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+        """Without a combiner, a row for every id: shape ``[*ids.shape, dim]``.
+
+        With one, a row for every bag: bags are the last dimension of ``ids``, or, with 1-D ids, begin at ``offsets``.
+        """
+        store = self._store()
+        if store is None:
+            raise UsageError(
+                f"the table of this SparseEmbedding({self.dim}) does not exist yet; give the model to "
+                "echelon.distribute() before calling it"
+            )
+        if self.combiner is None and (weights is not None or offsets is not None):
+            raise UsageError("weights and offsets are for bags; give SparseEmbedding a combiner ('sum', 'mean', ...)")
+        rows, inverse = store.lookup(self._table, ids)
+        if self.combiner is None:
+            found = _rows_at(rows, inverse).view(*ids.shape, self.dim)
+            return found if self.padding_id is None else found * (ids != self.padding_id).unsqueeze(-1)
+        return self._bags(rows, inverse, ids, weights, offsets)
+
+    def _bags(
+        self, rows: Tensor, inverse: Tensor, ids: Tensor, weights: Tensor | None, offsets: Tensor | None
+    ) -> Tensor:
+        starts, shape = _starts(ids, offsets)
+        each = torch.ones(ids.numel(), device=rows.device) if weights is None else _flat_weights(weights, ids)
+        if self.padding_id is not None:
+            each = each * (ids.reshape(-1) != self.padding_id)
+        total = F.embedding_bag(inverse, rows, starts, mode="sum", per_sample_weights=each)
+        if self.combiner != "sum":
+            size = each if self.combiner == "mean" else each * each
+            one = torch.ones(1, 1, device=rows.device)
+            summed = F.embedding_bag(torch.zeros_like(inverse), one, starts, mode="sum", per_sample_weights=size)
+            norm = summed if self.combiner == "mean" else summed.sqrt()
+            total = total / torch.where(norm == 0, torch.ones_like(norm), norm)  # an empty bag is zero
+        return total.view(*shape, self.dim)
+
+    def extra_repr(self) -> str:
+        how = f", combiner={self.combiner}" if self.combiner else ""
+        return f"{self.dim}, table={self._table!r}, {type(self._spec.rule).__name__.lower()}{how}"
+
+
+class _Rows(torch.autograd.Function):
+    """``rows[inverse]``. torch's own backward of it takes four times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, inverse: Tensor) -> Tensor:
+        from echelon.parameter_server.table import expand
+
+        ctx.inverse, ctx.count = inverse, len(rows)
+        return torch.from_numpy(expand(rows.detach().numpy(), inverse.numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from echelon.parameter_server.table import add_rows
+
+        grad = grads[0].float().contiguous()
+        return torch.from_numpy(add_rows(grad.numpy(), ctx.inverse.numpy(), ctx.count)), None
+
+
+def _rows_at(rows: Tensor, inverse: Tensor) -> Tensor:
+    if rows.device.type != "cpu":
+        return F.embedding(inverse, rows)
+    found: Tensor = _Rows.apply(rows, inverse)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _once(option: str, given: Any, ours: dict[str, Any]) -> Any:
+    """Return an option that was given by one of its names."""
+    if option not in ours or given in (None, ours[option]):
+        return ours.get(option, given)
+    raise UsageError(
+        f"SparseEmbedding({option}={given!r}): another name for it was given as {ours[option]!r}; say it once"
+    )
+
+
+def _nowhere() -> Store | None:
+    return None
+
+
+def _starts(ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
+    """Where bags begin among the flat ids, and the shape of one value a bag."""
+    if offsets is not None:
+        if ids.dim() != 1 or offsets.dim() != 1:
+            raise DataError(f"offsets go with 1-D ids, got ids of shape {tuple(ids.shape)}")
+        return offsets, (len(offsets),)
+    if ids.dim() < 2:
+        raise DataError("bags are the last dimension of ids; 1-D ids need offsets")
+    bags, size = ids.shape[:-1].numel(), ids.shape[-1]
+    return torch.arange(bags, device=ids.device) * size, tuple(ids.shape[:-1])
+
+
+def _flat_weights(weights: Tensor, ids: Tensor) -> Tensor:
+    if weights.shape != ids.shape:
+        raise DataError(f"weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}; they must be the same")
+    return weights.reshape(-1)
+
+
+def _rule(given: Rule | str) -> Rule:
+    if not isinstance(given, str):
+        return given
+    if given not in NAMED:
+        raise UsageError(f"SparseEmbedding has no optimizer '{given}'{nearest(given, NAMED)}")
+    return NAMED[given]
+
+
+def _initializer(given: Initializer | float | None) -> Initializer:
+    if given is None:
+        return Initializer()
+    if isinstance(given, int | float):
+        return Initializer(low=-float(given), high=float(given)) if given else Initializer(kind="constant", low=0.0)
+    return given
+
+
+def tables_of(model: nn.Module, seed_of: Callable[[str], int]) -> dict[str, tuple[TableSpec, list[Any]]]:
+    """The tables of a model by name, each with the modules that read it. Modules of one name must mean one table."""
+    import dataclasses
+
+    found: dict[str, tuple[TableSpec, list[Any]]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, SparseEmbedding):
+            continue
+        name = module.spec.name or path or "embedding"
+        spec = dataclasses.replace(module.spec, name=name, seed=seed_of(name))
+        if name in found and found[name][0] != spec:
+            raise UsageError(
+                f"two SparseEmbeddings describe the table '{name}' differently; make them equal, or rename one"
+            )
+        found.setdefault(name, (spec, []))[1].append(module)
+    return found

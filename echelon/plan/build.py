@@ -1,0 +1,269 @@
+"""Making a Plan from a model, its optimizers and a Strategy. Pure: no process group, no device is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.optim.exclusion import excluded_names
+from echelon.plan.axes import find_axes
+from echelon.plan.batch_norms import batch_norm_names
+from echelon.plan.plan import Bucket, Parameter, Plan, numel
+from echelon.plan.segments import find_chains, find_segments
+from echelon.plan.stage_trace import Recording
+from echelon.strategy import (
+    AdaptiveLocalSgd,
+    Amp,
+    Dgc,
+    Lamb,
+    Lars,
+    Lean,
+    LocalSgd,
+    LrScaling,
+    Recompute,
+    Shard,
+    Strategy,
+)
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.marks import Replicate, Split
+from echelon.strategy.combine import refuse_conflicts
+
+if TYPE_CHECKING:  # which goes by the mesh, and so imports this package
+    from echelon.strategy.annotations.slices import Slices
+
+MEGABYTE = 2**20
+
+UNMARKED = Marks(units={}, splits={}, replicates=(), pipeline=None, default=None)
+
+
+def make_plan(
+    model: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    strategy: Strategy,
+    ranks: int,
+    ranks_per_host: int = 1,
+    marks: Marks | None = None,
+    cluster: Slices | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> Plan:
+    """Spread the model as its marks say, over ``ranks``, and train it as the strategy says.
+
+    mesh: sizes of the axes, where they have been decided already; else marks and cluster decide
+    Where parts of it are cut or staged, ``complete`` adds the buckets once it is known which.
+    """
+    marks = _with_default(model, marks or UNMARKED)
+    refuse_conflicts(strategy, _implied(marks))
+    sparse = sparse_names(model)
+    named = dict(model.named_parameters())
+    dgc, recompute = strategy.part(Dgc), strategy.part(Recompute)
+    lars, lamb = strategy.part(Lars), strategy.part(Lamb)
+    alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
+    hierarchical = dgc is not None and dgc.hierarchical
+    size = cluster.slice_size(ranks_per_host) if cluster else None
+    mesh = mesh or find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)
+    plan = Plan(
+        mesh=dict(mesh),
+        order=_order(cluster, mesh, ranks, ranks_per_host),
+        model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
+        buckets=(),
+        splits=marks.splits if mesh.get("split", 1) > 1 else {},
+        spread=(bool(marks.replicates) or isinstance(marks.default, Replicate)) and mesh.get("split", 1) > 1,
+        pipeline=marks.pipeline,
+        shard=_shard(strategy.part(Shard), mesh["replicate"]),
+        ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
+        communicators=strategy.reduction.communicators,
+        reduce_op=strategy.reduction.op,
+        wire=strategy.fp16_allreduce if isinstance(strategy.fp16_allreduce, str) else None,
+        gradient_merge=strategy.gradient_merge,
+        clip=strategy.clip,
+        amp=strategy.part(Amp) or (Amp() if strategy.lean else None),
+        recompute=find_segments(model, recompute.checkpoints) if recompute else (),
+        chains=find_chains(model) if recompute and recompute.checkpoints == "auto" else (),
+        offload=recompute is not None and recompute.offload,
+        lars=lars,
+        lamb=lamb,
+        undecayed=_undecayed(model, lars or lamb),
+        dgc=dgc,
+        local=alone if ranks > 1 else None,
+        lean=strategy.part(Lean),
+        lr_scaling=strategy.part(LrScaling),
+        sync_batch_norm=_shared_batch_norm(model, strategy.sync_batch_norm, ranks, alone is not None),
+        bucket_mb=(strategy.reduction.first_bucket_mb, strategy.reduction.bucket_mb),
+    )
+    return plan if plan.in_parts else complete(plan, owned_names(model, optimizers))
+
+
+def complete(
+    plan: Plan,
+    owned: Mapping[str, Collection[str]],
+    *,
+    cut: Collection[str] = (),
+    partial: Collection[str] = (),
+    stages: Recording | None = None,
+) -> Plan:
+    """The plan with its buckets.
+
+    owned:   by optimizer, the parameters it trains
+    cut:     parameters of which each rank of the split axis holds a part
+    partial: parameters held whole, whose gradients are sums over the split axis too
+    stages:  what the recording found, in a pipeline
+    """
+    depth = plan.mesh.get("stage", 1)
+
+    def home(name: str) -> Home:
+        held = stages.holders[name] if stages else (0,)
+        over_split = name in partial or (plan.spread and name not in cut)
+        axes = ("replicate", "split") if over_split else ("replicate",)
+        return tuple(sorted({stage % depth for stage in held})), axes
+
+    buckets = tuple(_all_buckets(plan, owned, home))
+    return dataclasses.replace(plan, buckets=buckets, stages=stages)
+
+
+def owned_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[str]]:
+    """By optimizer, the names of its parameters; one that is not in the model is refused."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    return {key: _owned_names(key, optimizer, names) for key, optimizer in optimizers.items()}
+
+
+def _shard(asked: Shard | None, replicas: int) -> Shard | None:
+    """One replica has nobody to share with; it can still move things to host memory."""
+    return asked if asked is not None and (replicas > 1 or asked.offload is not None) else None
+
+
+def _implied(marks: Marks) -> list[str]:
+    return [name for name, there in (("split", marks.splits), ("pipeline", marks.pipeline)) if there]
+
+
+def _with_default(model: nn.Module, marks: Marks) -> Marks:
+    """Where unmarked parts count as split: the top-most modules that can be, apart from what is marked otherwise."""
+    if not isinstance(marks.default, Split):
+        return marks
+    from echelon.parallel.tensor import why_not
+
+    kept = set(marks.splits) | set(marks.replicates)
+    found = dict(marks.splits)
+
+    def walk(name: str, module: nn.Module) -> None:
+        if name in kept:
+            return
+        if name and why_not(module) is None:
+            found[name] = marks.default  # type: ignore[assignment]
+            return
+        for child_name, child in module.named_children():
+            walk(f"{name}.{child_name}" if name else child_name, child)
+
+    walk("", model)
+    return dataclasses.replace(marks, splits=found)
+
+
+def _order(cluster: Slices | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
+    if cluster is None or ranks == 1:  # one process runs everything, however it would be spread
+        return ()
+    order = cluster.arrange(mesh.get("stage", 1) * mesh.get("split", 1), ranks, ranks_per_host)
+    return () if order == tuple(range(ranks)) else order
+
+
+def _uniform(ranks: int, ranks_per_host: int) -> int:
+    if ranks % ranks_per_host:
+        raise UsageError(
+            f"Dgc(hierarchical=True) needs equally many ranks on every host; {ranks} ranks are not a multiple of the "
+            f"{ranks_per_host} here"
+        )
+    return ranks_per_host
+
+
+def _undecayed(model: nn.Module, settings: Lars | Lamb | None) -> tuple[str, ...]:
+    if settings is None or not settings.exclude_from_weight_decay:
+        return ()
+    return tuple(excluded_names(model, settings.exclude_from_weight_decay))
+
+
+def _shared_batch_norm(model: nn.Module, asked: bool | None, ranks: int, alone: bool) -> tuple[str, ...]:
+    share = not alone if asked is None else asked
+    return tuple(batch_norm_names(model)) if share and ranks > 1 else ()
+
+
+def sparse_names(model: nn.Module) -> set[str]:
+    """Parameters whose gradients arrive as sparse rows."""
+    weights = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return {name for name, value in model.named_parameters() if id(value) in weights}
+
+
+def _parameter(name: str, value: nn.Parameter, sparse: bool) -> Parameter:
+    return Parameter(
+        name=name,
+        shape=tuple(value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        trainable=value.requires_grad,
+        sparse=sparse,
+    )
+
+
+Home = tuple[tuple[int, ...], tuple[str, ...]]  # places along the stage axis, and axes to reduce over
+
+
+def _all_buckets(plan: Plan, owned: Mapping[str, Collection[str]], home: Callable[[str], Home]) -> Iterable[Bucket]:
+    specs = {spec.name: spec for spec in plan.model}
+    for key, names in owned.items():
+        trained = [name for name in specs if name in names and specs[name].trainable]
+        dense = [name for name in reversed(trained) if not specs[name].sparse]  # backward's order, nearly
+        for (places, axes), members in _grouped(dense, home).items():
+            compressed = [name for name in members if plan.dgc and numel(specs[name]) >= plan.dgc.min_size]
+            plain = [name for name in members if name not in compressed]
+            for order in (plain, compressed):
+                for parameters in _fill(order, specs, plan.bucket_mb):
+                    yield Bucket(
+                        optimizer=key,
+                        parameters=tuple(parameters),
+                        places=places,
+                        axes=axes,
+                        compressed=order is compressed,
+                    )
+        for name in reversed(trained):
+            if specs[name].sparse:
+                places, axes = home(name)
+                yield Bucket(optimizer=key, parameters=(name,), places=places, axes=axes, sparse=True)
+
+
+def _grouped(names: Iterable[str], home: Callable[[str], Home]) -> dict[Home, list[str]]:
+    groups: dict[Home, list[str]] = {}
+    for name in names:
+        groups.setdefault(home(name), []).append(name)
+    return groups
+
+
+def _owned_names(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    values = [value for group in optimizer.param_groups for value in group["params"]]
+    strangers = [tuple(value.shape) for value in values if id(value) not in names]
+    if strangers:
+        raise UsageError(
+            f"optimizer '{key}' holds {len(strangers)} parameters that are not in the model (the first has shape "
+            f"{strangers[0]}); build it from the parameters of the model given to distribute()"
+        )
+    return [names[id(value)] for value in values]
+
+
+def _fill(order: list[str], specs: Mapping[str, Parameter], sizes: tuple[float, float]) -> Iterable[list[str]]:
+    """Cut ``order`` into buckets of one dtype and about the asked size; the first is small, to start early."""
+    limit = sizes[0] * MEGABYTE
+    bucket: list[str] = []
+    filled = 0
+    for name in order:
+        spec = specs[name]
+        if bucket and (filled >= limit or specs[bucket[-1]].dtype != spec.dtype):
+            yield bucket
+            bucket, filled, limit = [], 0, sizes[1] * MEGABYTE
+        bucket.append(name)
+        filled += numel(spec) * getattr(torch, spec.dtype).itemsize
+    if bucket:
+        yield bucket

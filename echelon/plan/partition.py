@@ -1,0 +1,204 @@
+"""Where to cut a model into stages when nobody has said so: which modules may be told apart, and how to share them out.
+
+A unit's cost is its arithmetic when a batch is at hand, counted without computing, and its number of parameters when
+not. Glue counts for the unit after it, which is where it runs; glue after the last unit for the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.base.errors import UsageError
+from echelon.plan.called_modules import is_called
+from echelon.plan.fake_forward import foretell, placeholder, rehearsal
+from echelon.plan.module_calls import listening, make_heard
+from echelon.plan.operations import OperationMode, tensors_in
+from echelon.plan.pytree import replace_tensors
+from echelon.plan.segments import CONTAINERS, _blocks, _children, _kind
+
+
+def find_units(model: nn.Module) -> list[str]:
+    """The modules that a cut may be made between, as registered: blocks, and what else runs in their containers."""
+    return list(_units(model, "", leaves_in=(nn.Sequential,))) or list(_units(model, "", leaves_in=CONTAINERS))
+
+
+def _units(module: nn.Module, prefix: str, leaves_in: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    children = list(_children(module, prefix))
+    repeated = Counter(_kind(child) for _, child in children)
+    for name, child in children:
+        may_be_one = isinstance(module, leaves_in) or (isinstance(module, CONTAINERS) and any(child.children()))
+        if may_be_one and is_called(child) and not _holds_units(child, f"{name}.", repeated[_kind(child)] > 1):
+            yield name
+        else:
+            yield from _units(child, f"{name}.", leaves_in)
+
+
+def _holds_units(child: nn.Module, prefix: str, repeated: bool) -> bool:
+    """Whether the units are inside it: a container of blocks, or the one module in its place that has blocks."""
+    if isinstance(child, CONTAINERS):
+        return any(any(inner.children()) for inner in child.children())
+    return not repeated and any(_blocks(child, prefix))
+
+
+def balance_stages(
+    model: nn.Module,
+    stages: int,
+    call: Callable[[Any], Any] | None = None,
+    batch: Any = None,
+    weights: tuple[float, ...] | None = None,
+) -> dict[str, int]:
+    """Units -> stages, in order, so that the slowest stage is as quick as can be.
+
+    weights: relative speeds of the stages' devices
+    """
+    if weights is not None and len(weights) != stages:
+        raise UsageError(f"{stages} stages, but weights for {len(weights)}; give one for each")
+    units = find_units(model)
+    if call is not None and batch is not None:
+        costs = count_operations(model, call, batch, units)
+    else:
+        costs = [([name], cost) for name, cost in zip(units, _parameter_counts(model, units), strict=True)]
+    if len(costs) < stages:
+        some = ", ".join([names[0] for names, _ in costs[:4]] + ["..."] * (len(costs) > 4))
+        found = f"{len(costs)} ({some})" if costs else "none"
+        raise UsageError(
+            f"{stages} stages were asked for, but of modules that run one after another the model has {found}; ask for "
+            "fewer stages, or mark the modules of each with stage()"
+        )
+    ends = _share_out([cost for _, cost in costs], weights or (1.0,) * stages)
+    firsts = [0, *ends[:-1]]
+    return {
+        name: stage
+        for stage, (first, end) in enumerate(zip(firsts, ends, strict=True))
+        for names, _ in costs[first:end]
+        for name in names
+    }
+
+
+def _share_out(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Where each stage ends: contiguous, none empty, the largest cost/speed as small as it can be."""
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    count = len(costs)
+    best = [0.0, *[math.inf] * count]  # the first i units on the stages so far
+    choices: list[list[int]] = []
+    for speed in speeds:
+        reached, choice = [math.inf] * (count + 1), [0] * (count + 1)
+        for end in range(1, count + 1):
+            for first in range(end):
+                slowest = max(best[first], (total[end] - total[first]) / speed)
+                if slowest < reached[end]:
+                    reached[end], choice[end] = slowest, first
+        best = reached
+        choices.append(choice)
+    ends = [count]
+    for choice in reversed(choices):
+        ends.append(choice[ends[-1]])
+    return ends[-2::-1]
+
+
+def _parameter_counts(model: nn.Module, units: Sequence[str]) -> list[float]:
+    """Parameters of each unit; those registered outside count for the unit after them, or for the last."""
+    at = {name: place for place, name in enumerate(units)}
+    counts = [0.0] * len(units)
+    place = 0
+    for name, value in model.named_parameters():
+        inside = next((at[prefix] for prefix in _prefixes(name) if prefix in at), None)
+        if inside is not None:
+            place = min(inside + 1, len(units) - 1)
+        if counts:
+            counts[place if inside is None else inside] += value.numel()
+    return counts
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+# ---- counting arithmetic ----
+
+
+def count_operations(
+    model: nn.Module, call: Callable[[Any], Any], batch: Any, units: Sequence[str]
+) -> list[tuple[list[str], float]]:
+    """Units in the order of their calls, with their cost. Those that a later call binds together come together."""
+    undo = make_heard(model, units)
+    try:
+        with rehearsal(model, batch) as copied:
+            counted = _Counted()
+            with counted.glue, listening(counted.unit_called):
+                call(copied)
+    finally:
+        undo()
+    return counted.groups()
+
+
+class _Counted:
+    def __init__(self) -> None:
+        self.glue = _Operations()
+        self._spent = 0.0
+        self._calls: list[tuple[str, float]] = []
+
+    def unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside: list[_Operations] = []
+
+        def count() -> _Operations:
+            inside.append(_Operations())
+            return inside[-1]
+
+        output = foretell(module, args, kwargs, count)
+        self._calls.append((name, inside[-1].total + self.glue.total - self._spent))
+        self._spent = self.glue.total
+        return replace_tensors(output, placeholder)
+
+    def groups(self) -> list[tuple[list[str], float]]:
+        last = {name: at for at, (name, _) in enumerate(self._calls)}
+        found: list[tuple[list[str], float]] = []
+        until = -1
+        for at, (name, cost) in enumerate(self._calls):
+            if at > until:
+                found.append(([], 0.0))
+            until = max(until, last[name])
+            names, total = found[-1]
+            found[-1] = (names if name in names else [*names, name], total + cost)
+        if found:
+            found[-1] = (found[-1][0], found[-1][1] + self.glue.total - self._spent)
+        return found
+
+
+class _Operations(OperationMode):  # type: ignore[no-untyped-call]
+    """Counts multiplications and additions; of an operation that has no rule, one for each element it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        rule = _rules().get(func.overloadpacket)
+        if rule is not None:
+            self.total += rule(*args, **kwargs, out_val=result)
+        elif not func.is_view:
+            self.total += sum(tensor.numel() for tensor in tensors_in(result))
+        return result
+
+
+@functools.cache
+def _rules() -> dict[Any, Callable[..., int]]:
+    from torch.utils.flop_counter import flop_registry
+
+    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention, **flop_registry}
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Two products for each pair of positions; torch's own counter leaves this kernel out."""
+    return 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * key.shape[-2] * value.shape[-1]

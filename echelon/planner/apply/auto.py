@@ -1,0 +1,313 @@
+"""``Strategy(auto=True)``: with the first batch rank 0 profiles and searches, and all ranks run what it has found.
+
+When the plan is found decides what it may be. Given ``sample=`` or a data set (``engine.loader``), ranks can be dealt
+out in any way, since batches come from loaders that know the plan. Where the user hands each rank its batch, every rank
+keeps its own: plans that cut layers or stages are left out, and that is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.base.environment import PLAN
+from echelon.base.errors import EchelonError, UsageError
+from echelon.base.formatting import duration, size
+from echelon.checkpoint.training_state import random_state, restore_random_state
+from echelon.data import Loader
+from echelon.data.sampling import batches_of
+from echelon.distributed.collectives import gather_json, json_to_tensor, tensor_to_json
+from echelon.distributed.world import World
+from echelon.fastpath.saved_plan_policy import with_units
+from echelon.nn.moe import MoE
+from echelon.parallel.objective import LossFunction, as_batch, count_samples
+from echelon.plan import Plan
+from echelon.plan.batch_norms import batch_norm_names
+from echelon.planner.apply.realize import realize
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.draft import Draft
+from echelon.strategy import Auto, Fast, Strategy
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.slices import Slices
+from echelon.strategy.combine import set_options
+
+if TYPE_CHECKING:
+    from echelon.engine.engine import Engine
+    from echelon.planner.search.answer import Answer, Choice
+
+#: Times the best plan's seconds: predictions are not that wrong.
+HOPELESS = 3.0
+
+
+def find_saved(given: Plan | SavedPlan | str | Path | None) -> SavedPlan | None:
+    """The saved plan to run: what ``distribute(plan=...)`` was given, or ``echelon run --plan``."""
+    path = os.environ.get(PLAN)
+    if path is not None and given is not None:
+        raise UsageError(f"distribute(plan=...) and 'echelon run --plan {path}' are two plans; leave one of them out")
+    if path is not None:
+        return SavedPlan.load(path)
+    return SavedPlan.load(given) if isinstance(given, str | Path) else given if isinstance(given, SavedPlan) else None
+
+
+def origin_of(given: Plan | SavedPlan | str | Path | None) -> str:
+    """Where a saved plan came from, in words."""
+    return os.environ.get(PLAN) or (str(given) if isinstance(given, str | Path) else "distribute(plan=...)")
+
+
+def refuse_company(strategy: Strategy, marks: Marks, slices: Slices | None, served: bool, planned: bool) -> None:
+    """A plan that was found says everything; what a script says beside it would be ignored, or be in its way."""
+    what = "the saved plan" if planned else "auto"
+    beside = [name for name in set_options(strategy) if name != "auto"]
+    beside += ["fast"] if strategy.part(Fast) else []  # fast=False is fine
+    if beside:
+        options = ", ".join(f"{name}=" for name in beside)
+        raise UsageError(f"{what} says how to train, and Strategy sets {', '.join(beside)}; remove {options} from it")
+    if marks.units or marks.splits or marks.replicates or marks.pipeline or marks.default:
+        raise UsageError(f"{what} says where parts of the model run, and the model has marks; remove the marks")
+    if slices is not None:
+        raise UsageError(f"{what} says which ranks make up a copy of the model; remove cluster= from distribute()")
+    if served:
+        raise UsageError(f"{what} is for jobs without parameter servers, and this one has them; remove {what}")
+
+
+class Choosing:
+    """The choice that is still to be made. All ranks call the same methods together."""
+
+    def __init__(
+        self,
+        auto: Auto | None,
+        world: World,
+        model: nn.Module,
+        loss: LossFunction | None,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        fast: bool = True,
+    ) -> None:
+        self._fast = fast
+        self._auto, self._world, self._model, self._loss, self._optimizers = auto, world, model, loss, optimizers
+
+    def by_sample(self, engine: Engine, batch: Any) -> None:
+        """With a batch as one rank gets it, where loaders will deal out the data."""
+        self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=False, batch=batch)
+
+    def by_batch(self, engine: Engine, batch: Any) -> None:
+        """With the first batch that the user hands to every rank."""
+        self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=True, batch=batch)
+
+    def by_data(
+        self, engine: Engine, dataset: Any, batch_size: int | None, global_batch: int | None, options: Mapping[str, Any]
+    ) -> None:
+        """With the first samples of a data set. ``batch_size`` is for each rank: nobody knows of replicas yet."""
+        if "batch_sampler" in options:
+            batch_size, global_batch = None, batches_of(options["batch_sampler"])
+        if (batch_size is None) == (global_batch is None):
+            raise UsageError("loader() takes either batch_size (for each rank) or global_batch (for all together)")
+        total = global_batch if global_batch is not None else (batch_size or 1) * self._world.size
+        rows = max(1, total // self._world.size)
+
+        def first() -> Any:
+            wanted = {name: options[name] for name in ("collate", "lengths", "pad_value") if name in options}
+            loader = Loader(dataset, batch_size=rows, shuffle=False, device=self._world.device, **wanted)
+            return as_batch((next(iter(loader)),), {}, self._world.device)
+
+        self._find(engine, first, total, own_batches=False)
+
+    def run(self, engine: Engine, saved: SavedPlan, batch: Any = None, origin: str = "") -> None:
+        """Have the engine go by a plan that was found; ``origin`` says where, if that is to be said."""
+        if origin:
+            engine.say(f"plan: from {origin}: {saved.draft}")
+        saved.check_model(self._model)
+        place = self._world.place
+        plan, marks = realize(saved, self._model, self._optimizers, self._world.size, place.local_world_size)
+        if self._fast:
+            plan = with_units(plan, saved, self._world, self._model, self._optimizers)
+        engine.begin(plan, marks, batch if plan.mesh.get("stage", 1) > 1 else None, saved)
+
+    def _total(self, samples: int) -> int:
+        control = self._world.control
+        return samples if control is None else sum(gather_json(samples, control))
+
+    def _find(self, engine: Engine, sample: Any, total: int, *, own_batches: bool, batch: Any = None) -> None:
+        assert self._auto is not None
+        message: dict[str, Any] = {}
+        if self._world.rank == 0:
+            message = self._search(sample, total, own_batches)
+        message = from_first(message, self._world)
+        if "error" in message:
+            raise UsageError(message["error"])
+        for line in message["lines"]:
+            engine.say(line)
+        plans = [SavedPlan.from_json(text) for text in message["plans"]]
+        if self._auto.measure and len(plans) > 1:
+            from echelon.planner.apply.trial import quickest
+
+            plans = [quickest(plans, self._world, self._model, engine.say)]
+        self.run(engine, plans[0], batch)
+
+    def _search(self, sample: Any, total: int, own_batches: bool) -> dict[str, Any]:
+        """On rank 0: what all are told. Others wait for it, so that whatever goes wrong must reach them."""
+        assert self._auto is not None
+        before = random_state(0, self._world.device)
+        try:
+            found = find_plans(
+                self._auto, self._model, self._loss, sample(), total, self._world, self._optimizers, own_batches
+            )
+        except EchelonError as error:
+            return {"error": str(error)}
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return {
+                "error": f"auto could not look into the model ({reason}); choose a Strategy by hand, or mark the model"
+            }
+        finally:
+            restore_random_state(0, self._world.device, before)
+        return found
+
+
+def find_plans(
+    auto: Auto,
+    model: nn.Module,
+    loss: LossFunction | None,
+    sample: Any,
+    total: int,
+    world: World,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    own_batches: bool,
+) -> dict[str, Any]:
+    """The best plans as JSON, and what to say of them."""
+    from echelon.base.quantities import quantity
+    from echelon.planner.profile.profile import profile
+    from echelon.planner.search.search import search
+
+    cluster = _cluster(auto, world)
+    memory = None if auto.memory is None else quantity(auto.memory, "bytes", "Auto(memory=...)")
+    looked = profile(model, sample, loss=loss)
+    fixed = _fixed(model, own_batches)
+    answer = search(
+        looked,
+        cluster,
+        batch=total,
+        allow=auto.allow,
+        memory=memory,
+        fixed=fixed,
+        devices=world.size,
+        **_optimizer(optimizers, model),
+        keep=50,  # different ways come far apart where they differ
+    )
+    if not answer.best:
+        raise UsageError(_nothing_fits(answer))
+    described = str(cluster)
+    plans = [
+        SavedPlan.of(choice.draft, looked, model=model, cluster=described, prediction=choice.prediction).to_json()
+        for choice in _different([*answer.best, *_neighbours(answer, auto, world.size, fixed)], auto.trials)
+    ]
+    lines = list(_lines(answer, own_batches))
+    if "micro_batches" in fixed:
+        lines.append("auto: batch norm or experts look over whole batches, so micro-batches were left out")
+    return {"plans": plans, "lines": lines}
+
+
+def _different(best: Sequence[Choice], count: int) -> list[Choice]:
+    """The best, then the best of each other mesh, then the rest: plans alike are foretold alike well, others less."""
+    first: dict[tuple[int, ...], Choice] = {}
+    for choice in best:
+        first.setdefault((choice.draft.replicate, choice.draft.stage, choice.draft.split), choice)
+    ahead = [choice for choice in first.values() if choice.seconds < HOPELESS * best[0].seconds]
+    return [*ahead, *(choice for choice in best if choice not in ahead)][:count]
+
+
+def _neighbours(answer: Answer, auto: Auto, ranks: int, fixed: Mapping[str, object]) -> list[Choice]:
+    """Plans one decision away from the best that could be run as well: on one device, all there is to try."""
+    from echelon.planner.search.answer import Choice
+
+    def may_run(draft: Draft) -> bool:
+        means = {"amp": draft.amp, "fp16_allreduce": draft.wire, draft.approximate: draft.approximate}
+        allowed = all(name in auto.allow for name, value in means.items() if value)
+        return allowed and draft.ranks == ranks and all(getattr(draft, name) == value for name, value in fixed.items())
+
+    known = {choice.draft for choice in answer.best}
+    found = [Choice(each.draft, each.prediction) for each in answer.rejected if each.prediction and may_run(each.draft)]
+    fitting = [choice for choice in found if choice.prediction.fits and choice.draft not in known]
+    return sorted(fitting, key=lambda choice: choice.seconds)
+
+
+def _fixed(model: nn.Module, own_batches: bool) -> dict[str, object]:
+    """What is decided before: each rank's own batch; no micro-batches where they would change the numbers."""
+    axes: dict[str, object] = {"stage": 1, "split": 1} if own_batches else {}
+    return axes | ({"micro_batches": 1} if _looks_over_batch(model) else {})
+
+
+def _looks_over_batch(model: nn.Module) -> bool:
+    """Whether a part of a batch is not to it what it is in the whole: batch norm's statistics, experts' capacity."""
+    return bool(batch_norm_names(model)) or any(isinstance(module, MoE) for module in model.modules())
+
+
+def from_first(message: Any, world: World) -> Any:
+    """Rank 0's ``message``, on every rank."""
+    if world.control is None:
+        return message
+    data = json_to_tensor(message if world.rank == 0 else None)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, 0, group=world.control)
+    data = data if world.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, 0, group=world.control)
+    return tensor_to_json(data)
+
+
+def _cluster(auto: Auto, world: World) -> Any:
+    from echelon.planner.cluster.cluster import Cluster
+
+    one_host = world.place.one_host
+    cluster = Cluster.parse(auto.cluster or (f"{world.size}xhere" if one_host else "here"))
+    if cluster.size != world.size:
+        raise UsageError(
+            f"Auto(cluster='{auto.cluster}') has {cluster.size} devices, and this job has {world.size} processes; "
+            f"describe {world.size}, or start {cluster.size}"
+        )
+    return cluster
+
+
+def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
+    """Return the optimizer's name and a system that knows its state; Adam's where it cannot be measured."""
+    from echelon.planner.cost.system import ECHELON, STATE
+    from echelon.planner.profile.optimizer_state import optimizer_name, with_state_of
+
+    name = optimizer_name(optimizers)
+    try:
+        system = with_state_of(ECHELON, optimizers, model)
+    except UsageError:
+        system = dataclasses.replace(ECHELON, state={**STATE, name: STATE["adam"]})
+    return {"optimizer": name, "system": system}
+
+
+def _lines(answer: Answer, own_batches: bool) -> Iterator[str]:
+    best = answer.best[0]
+    full = best.prediction.fullest
+    yield (
+        f"auto: {best.draft}: predicted {duration(best.seconds)} a step and {size(full.total)} on a device, the best "
+        f"of {answer.considered} plans ({answer.seconds:.1f} s)"
+    )
+    if len(answer.best) > 1:
+        second = answer.best[1]
+        yield f"auto: the next best, {second.draft}, would take {duration(second.seconds)} ({_more(second, best)})"
+    for each in answer.would_help:
+        yield f"auto: {each}"
+    for note in answer.notes:
+        yield f"auto: {note}"
+    if own_batches:
+        yield "auto: each rank keeps the batch it was given: no stages, no splits; with engine.loader() there may be"
+
+
+def _more(second: Choice, best: Choice) -> str:
+    return f"{second.seconds / best.seconds - 1:+.0%}"
+
+
+def _nothing_fits(answer: Answer) -> str:
+    near = f"; the nearest is {answer.nearest.draft}: {answer.nearest.reason}" if answer.nearest else ""
+    return f"auto found no plan that fits{near}"

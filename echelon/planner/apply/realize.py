@@ -1,0 +1,206 @@
+"""From a Draft to a Plan, and back. Only marks and a Strategy are made here; ``make_plan`` makes every Plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.plan import Plan, make_plan
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.draft import Draft
+from echelon.strategy import Dgc, LocalSgd, Shard, Strategy
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.marks import Pipeline, Split, within
+from echelon.strategy.annotations.slices import Slices
+
+if TYPE_CHECKING:
+    from echelon.planner.model_costs import Anatomy
+
+
+class Realized(NamedTuple):
+    """What an engine needs to run a draft."""
+
+    plan: Plan
+    marks: Marks
+
+
+class Terms(NamedTuple):
+    """What a saved plan says, in the words of one that a user has written."""
+
+    strategy: Strategy
+    marks: Marks
+    slices: Slices
+    mesh: dict[str, int]
+
+
+def terms(saved: SavedPlan) -> Terms:
+    draft = saved.draft
+    _check_shape(draft)
+    mesh = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
+    mesh = {axis: size for axis, size in mesh.items() if size > 1 or axis == "replicate"}
+    return Terms(_strategy(draft), _marks(saved), _slices(draft), mesh)
+
+
+def realize(
+    saved: SavedPlan,
+    model: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    ranks: int,
+    ranks_per_host: int = 1,
+) -> Realized:
+    """The Plan of a draft for this model, and the marks that it has been made with."""
+    draft = saved.draft
+    if draft.ranks != ranks:
+        raise UsageError(
+            f"the plan is for {draft.ranks} ranks ({draft}), this job has {ranks}; start it with {draft.ranks}, or "
+            f"make a plan for {ranks}"
+        )
+    strategy, marks, slices, mesh = terms(saved)
+    plan = make_plan(model, optimizers, strategy, ranks, ranks_per_host, marks, slices, mesh)
+    return Realized(completed(plan, saved, model), marks)
+
+
+def completed(plan: Plan, saved: SavedPlan, model: nn.Module) -> Plan:
+    """With what a draft says stage by stage and replica by replica."""
+    recomputed = tuple((name,) for name in _recomputed(saved, model))
+    return dataclasses.replace(plan, recompute=recomputed, shares=_shares(saved.draft))
+
+
+def _check_shape(draft: Draft) -> None:
+    if draft.chunks > 1 and (draft.stage == 1 or draft.schedule != "interleaved"):
+        raise UsageError(f"{draft}: several stages a rank need two ranks or more and schedule='interleaved'")
+    if draft.compile and draft.stage > 1:
+        raise UsageError(f"{draft}: stages send what their units make, and cannot be compiled; leave compile out")
+    if draft.order and sorted(draft.order) != list(range(draft.ranks)):
+        raise UsageError(f"{draft}: order lists each of the {draft.ranks} ranks once, got {draft.order}")
+
+
+def _marks(saved: SavedPlan) -> Marks:
+    draft = saved.draft
+    widths = draft.widths or None
+    splits = {name: dataclasses.replace(mark, weights=widths) for name, mark in saved.splits.items()}
+    return Marks(
+        units=dict(_stages(saved)) if draft.stage > 1 else {},
+        splits=splits if draft.split > 1 else {},
+        replicates=(),
+        pipeline=_pipeline(draft),
+        default=None,
+    )
+
+
+def _stages(saved: SavedPlan) -> Iterator[tuple[str, int]]:
+    """Every module of every unit, with its stage."""
+    for at, names in enumerate(saved.units):
+        stage = sum(at >= cut for cut in saved.draft.cuts)
+        yield from ((name, stage) for name in names)
+
+
+def _pipeline(draft: Draft) -> Pipeline | None:
+    """Micro-batches need no stages: on one they run one after another."""
+    if draft.stage > 1:
+        return Pipeline(micro_batches=draft.micro_batches, schedule=draft.schedule or "1f1b")
+    return Pipeline(micro_batches=draft.micro_batches, stages=1) if draft.micro_batches > 1 else None
+
+
+def _strategy(draft: Draft) -> Strategy:
+    return Strategy(
+        amp=draft.amp,
+        shard=Shard(level=draft.shard) if draft.shard else None,  # type: ignore[arg-type]
+        fp16_allreduce=draft.wire,
+        dgc=Dgc() if draft.approximate == "dgc" else None,
+        localsgd=LocalSgd() if draft.approximate == "localsgd" else None,
+    )
+
+
+def _slices(draft: Draft) -> Slices:
+    size = draft.stage * draft.split
+    if not draft.order:
+        return Slices(average=size)
+    return Slices(specific=tuple(draft.order[at : at + size] for at in range(0, draft.ranks, size)))
+
+
+def _shares(draft: Draft) -> tuple[float, ...]:
+    return draft.shares if len(set(draft.shares)) > 1 else ()
+
+
+def _recomputed(saved: SavedPlan, model: nn.Module) -> Iterator[str]:
+    """Each unit of a recomputed stage for itself. One that changes its input in place has nothing to come back to, and
+    keeps nothing either."""
+    recompute = saved.draft.recompute or (False,) * saved.draft.stages
+    for name, stage in _stages(saved):
+        if recompute[stage] and not getattr(model.get_submodule(name), "inplace", False):
+            yield name
+
+
+# ---- and back ----
+
+
+def draft_of(plan: Plan, anatomy: Anatomy, batch: int | None = None) -> Draft:
+    """The draft that describes a Plan, for ``predict``.
+
+    batch: samples of the global batch; by default what was profiled
+    """
+    stages = _stages_of(plan, anatomy)
+    count = max(stages, default=0) + 1
+    mesh = plan.mesh
+    return Draft(
+        batch=batch or anatomy.batch,
+        replicate=mesh["replicate"],
+        stage=mesh.get("stage", 1),
+        split=mesh.get("split", 1),
+        chunks=count // mesh.get("stage", 1),
+        cuts=tuple(stages.index(stage) for stage in range(1, count)),
+        micro_batches=plan.pipeline.micro_batches if plan.pipeline else 1,
+        schedule=plan.pipeline.schedule if plan.pipeline and mesh.get("stage", 1) > 1 else None,
+        recompute=_recompute_of(plan, anatomy.names, stages),
+        shard=plan.shard.level if plan.shard else 0,
+        amp=plan.amp.dtype if plan.amp else None,
+        wire=plan.wire,  # type: ignore[arg-type]
+        approximate="dgc" if plan.dgc else "localsgd" if plan.local else None,
+        shares=plan.shares,
+        widths=_widths(plan.splits),
+        order=plan.order,
+    )
+
+
+def _stages_of(plan: Plan, anatomy: Anatomy) -> list[int]:
+    """The stage of every unit."""
+    if plan.mesh.get("stage", 1) == 1:
+        return [0] * len(anatomy.names)
+    if plan.stages is None:
+        raise UsageError("the plan's pipeline is cut by its first batch; ask after that, or give a Draft with cuts")
+    known = plan.stages.units
+    found = [_stage_of(name, known) for name in anatomy.names]
+    stages = [0 if stage is None else stage for stage in found]
+    for at, stage in enumerate(found):  # what has no stage of its own runs where it is used: with what comes after
+        if stage is None:
+            later = (other for other in found[at:] if other is not None)
+            stages[at] = next(later, max(known.values()))
+    if stages != sorted(stages) or set(stages) != set(known.values()):
+        raise UsageError("the plan's stages are not made of the profile's units; give a Draft with cuts")
+    return stages
+
+
+def _stage_of(name: str, known: Mapping[str, int]) -> int | None:
+    return next((stage for unit, stage in known.items() if within(name, unit) or within(unit, name)), None)
+
+
+def _recompute_of(plan: Plan, names: Sequence[str], stages: Sequence[int]) -> tuple[bool, ...]:
+    if not plan.recompute and not plan.chains:
+        return ()
+    covered = [name for segment in plan.recompute for name in segment] + list(plan.chains)
+
+    def is_recomputed(name: str) -> bool:
+        return any(within(name, other) or within(other, name) for other in covered)
+
+    by_stage = [[is_recomputed(name) for name, at in zip(names, stages, strict=True) if at == s] for s in set(stages)]
+    return tuple(2 * sum(flags) > len(flags) for flags in by_stage)
+
+
+def _widths(splits: Mapping[str, Split]) -> tuple[float, ...]:
+    return next((mark.weights for mark in splits.values() if mark.weights), ())

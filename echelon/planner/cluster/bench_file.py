@@ -1,0 +1,172 @@
+"""The file that ``echelon bench`` writes and plans use: figures of devices and links by the device's name, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.base.config import build, require, strict
+from echelon.base.environment import CACHE_HOME
+from echelon.base.errors import UsageError
+from echelon.planner.cluster.cluster import Link
+from echelon.planner.cluster.devices import PCIE3, PCIE_LATENCY, Kind, find_kind
+from echelon.planner.cluster.schema import DeviceEntry, LinkEntry
+
+FORMAT = "echelon bench"
+VERSION = 1
+_AGAIN = "measure again with 'echelon bench'"
+
+
+@strict
+class MachineEntry:
+    """Where it was measured. ``processes`` took part: figures of a CPU are those of one with the others at work.
+    ``load``: processes of others that wanted a core when it began, for each core."""
+
+    processor: str
+    cores: int
+    torch: str
+    processes: int
+    gpus: tuple[str, ...] = ()
+    when: str = ""
+    load: float = 0.0
+
+
+@strict
+class BenchEntry:
+    """``links`` inside a host by the device's name; ``H200 shared`` is for ranks that share one.
+    ``rows`` is what was measured, before any of it was put into curves."""
+
+    format: str
+    version: int
+    machine: MachineEntry
+    seconds: float
+    devices: dict[str, DeviceEntry]
+    links: dict[str, LinkEntry]
+    rows: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        require(self.version == VERSION, self, "version", f"{VERSION}; {_AGAIN}")
+
+
+def default_path() -> Path:
+    base = os.environ.get(CACHE_HOME, "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "echelon" / "bench.json"
+
+
+def write(values: dict[str, Any], path: Path) -> None:
+    """All of it or nothing: a plan may be reading the old one."""
+    with _refused(path):
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def make_room(path: Path) -> None:
+    """Find out whether the file can be written before two minutes are spent on it."""
+    with _refused(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+        path.with_name(f".{path.name}.{os.getpid()}").touch()
+        path.with_name(f".{path.name}.{os.getpid()}").unlink()
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"bench file '{path}' cannot be written: {error.strerror}; give another with --out") from None
+
+
+def read(path: Path) -> BenchEntry:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no bench file at '{path}'; make one with 'echelon bench --out {path}'") from None
+    except OSError as error:
+        raise UsageError(f"bench file '{path}' cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"bench file '{path}' is damaged: it is no JSON; {_AGAIN}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UsageError(f"'{path}' is no bench file: it does not say format '{FORMAT}'; {_AGAIN}")
+    try:
+        entry = build(BenchEntry, values, "bench")
+        for name, device in entry.devices.items():
+            device.figures(f"devices.{name}")
+    except UsageError as error:
+        raise UsageError(f"bench file '{path}' is damaged: {error}") from None
+    return entry
+
+
+def measurements(bench: str | Path | Literal[False] | None) -> Measured | None:
+    """What was measured, from the file named, or from the usual one where there is one that can be read."""
+    if bench is False:
+        return None
+    if bench is not None:
+        return Measured(Path(bench), read(Path(bench)), named=True)
+    path = default_path()
+    if not path.exists():
+        return None
+    try:
+        return Measured(path, read(path), named=False)
+    except UsageError as error:
+        say(f"{error}; until then plans take the catalogue's figures")
+        return None
+
+
+def say(line: str) -> None:
+    print(f"echelon: {line}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one file. ``named``: the user asked for this file, be it of another machine."""
+
+    path: Path
+    entry: BenchEntry
+    named: bool
+
+    def kind(self, name: str) -> Kind | None:
+        """A device that only this file knows."""
+        from echelon.planner.cluster.devices import bare
+
+        for known, device in self.entry.devices.items():
+            if bare(known) == bare(name) and device.memory is not None and find_kind(known) is None:
+                made = replace(device.alone(known, f"{self.path}: devices.{known}"), origin="measured")
+                fallback = find_kind("T4")
+                assert fallback is not None
+                return Kind(made, Link("PCIe", PCIE3, PCIE_LATENCY), fallback.network)
+        return None
+
+    def on(self, kind: Kind) -> Kind:
+        """``kind`` with what was measured of it in place of the catalogue's figures."""
+        name = kind.device.name
+        if name not in self.entry.devices:
+            if self.named:
+                say(f"{self.path} has measured {', '.join(self.entry.devices)}, not {name}: its figures are defaults")
+            return kind
+        if not self.named and not self.fits_here(name):
+            return kind
+        device = self.entry.devices[name].on(kind.device, "measured", f"{self.path}: devices.{name}")
+        return replace(kind, device=device, link=self.link(name, kind.link))
+
+    def link(self, name: str, default: Link) -> Link:
+        entry = self.entry.links.get(name)
+        return entry.on(default, "measured", f"{self.path}: links.{name}") if entry else default
+
+    def fits_here(self, name: str) -> bool:
+        """Whether its figures of ``name`` hold here. All CPUs have one name, so theirs must be of this processor."""
+        from echelon.planner.cluster.detect import processor
+
+        there, here = self.entry.machine.processor, processor()
+        if name == "CPU" and there != here:
+            say(f"{self.path} was measured on '{there}', this is '{here}': defaults are used; {_AGAIN}")
+            return False
+        return True

@@ -1,0 +1,288 @@
+"""Cluster: the machines there are. Hosts, their devices, and the links inside and between them.
+
+Every figure knows where it comes from: measured here, a default of the device's kind, or given by the user.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+Origin = Literal["measured", "default", "given"]
+
+#: (size, value) pairs in ascending order of size, read with straight lines between logarithms of the sizes
+Curve = tuple[tuple[float, float], ...]
+
+#: Where a device has no units of its own for a dtype, it computes in this one.
+FALLBACK = {"tf32": "float32", "float8": "float16", "float16": "bfloat16", "bfloat16": "float32", "float64": "float32"}
+
+
+def read_curve(curve: Curve, size: float) -> float:
+    """The curve's value at ``size``; beyond its ends, that of the end."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    if size >= curve[-1][0]:
+        return curve[-1][1]
+    right = bisect.bisect_right(curve, (size, math.inf))
+    (x0, y0), (x1, y1) = curve[right - 1], curve[right]
+    return y0 + (y1 - y0) * math.log(size / x0) / math.log(x1 / x0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device can do.
+
+    peak:      FLOP/s by dtype ("float32", "tf32", "bfloat16", "float16", "float8")
+    memory:    bytes that training may use
+    bandwidth: bytes/s of its memory
+    launch:    seconds the host needs to start one kernel
+    floor:     seconds the shortest kernel takes on the device
+    products:  part of ``peak`` that matrix products of so many FLOPs reach (Curve over FLOPs)
+    streams:   part of ``bandwidth`` that kernels of so many bytes reach (Curve over bytes); above 1 in a CPU's cache
+    attention: part of ``peak`` that fused attention reaches
+    products_by: the same as ``products`` for single dtypes, where they were measured; see ``products_of``
+    convolutions: part of ``peak`` that convolutions of so many FLOPs reach; () is as ``products``
+    convolutions_by: the same for single dtypes, and sorts, see ``convolutions_of``; float32's may be above 1, where
+               convolutions are let to use tf32
+    update:    part of ``bandwidth`` that Adam's update reaches, counted as 28 bytes for each float32 parameter
+    origins:   where single figures come from, for those that differ from ``origin``
+    cores:     multiprocessors that share a product's tiles; 0: not known, and not counted
+    thin:      part of its rate that a product keeps whose smallest dimension is so large (Curve); (): all of it
+    overhead:  seconds that every kernel takes besides its own time, where the host is the device
+    parts:     part of what ``streams`` says that kernels of a kind reach: {"layout bfloat16": 0.3}
+    batch_norms_by: the same of batch norm, by dtype: Curve over channels
+    attentions_by: as ``attention``, by dtype: Curve over keys times width, what one query is multiplied with;
+               "bfloat16 causal" is of causal attention, all pairs counted
+    function:  seconds for each entry of a function such as gelu, where that takes longer than to read and write it
+    training:  what a training step takes for a second of its kernels one by one: they fill each other's caches
+    updates:   as ``update``, for other optimizers, counted by the bytes that each reads and writes
+    engine:    seconds of the host in training: for a "step", a "micro" batch, an "action" of a pipeline with its
+               message, a "unit" whose shards are gathered, a kernel where weights' gradients are "deferred"; what is
+               missing is as System has it
+    """
+
+    name: str
+    peak: dict[str, float] = field(hash=False)
+    memory: float
+    bandwidth: float
+    launch: float = 5e-6
+    floor: float = 2e-6
+    products: Curve = ((1e6, 0.02), (1e8, 0.25), (1e10, 0.7), (1e12, 0.8))
+    streams: Curve = ((1e4, 0.1), (1e6, 0.6), (1e8, 0.85))
+    attention: float = 0.45
+    origin: Origin = "default"
+    products_by: dict[str, Curve] = field(default_factory=dict, hash=False)
+    convolutions: Curve = ()
+    convolutions_by: dict[str, Curve] = field(default_factory=dict, hash=False)
+    update: float = 0.6
+    origins: dict[str, Origin] = field(default_factory=dict, hash=False)
+    cores: int = 0
+    thin: Curve = ()
+    overhead: float = 0.0
+    function: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict, hash=False)
+    batch_norms_by: dict[str, Curve] = field(default_factory=dict, hash=False)
+    attentions_by: dict[str, Curve] = field(default_factory=dict, hash=False)
+    training: float = 1.0
+    updates: dict[str, float] = field(default_factory=dict, hash=False)
+    engine: dict[str, float] = field(default_factory=dict, hash=False)
+
+    def peak_of(self, dtype: str) -> float:
+        """FLOP/s in ``dtype``, or in the dtype that stands in for it here."""
+        return self.peak[self._own(dtype)]
+
+    def products_of(self, dtype: str) -> Curve:
+        """Part of ``peak_of(dtype)`` that matrix products reach."""
+        return self.products_by.get(self._own(dtype), self.products)
+
+    def convolutions_of(self, dtype: str, sort: str = "") -> Curve:
+        """Part of ``peak_of(dtype)`` that convolutions reach, also of one sort: "1x1", or of "few" input channels."""
+        every = self.convolutions_by.get(self._own(dtype), self.convolutions) or self.products_of(dtype)
+        return self.convolutions_by.get(f"{self._own(dtype)} {sort}", every) if sort else every
+
+    def attention_of(self, dtype: str, each: float, causal: bool) -> float:
+        """Part of ``peak_of(dtype)`` that fused attention reaches; ``each``: keys times width."""
+        own = self._own(dtype)
+        curve = self.attentions_by.get(f"{own} causal" if causal else own) or self.attentions_by.get(own)
+        return read_curve(curve, each) if curve else self.attention
+
+    def origin_of(self, figure: str) -> Origin:
+        return self.origins.get(figure, self.origin)
+
+    def _own(self, dtype: str) -> str:
+        while dtype not in self.peak:
+            dtype = FALLBACK.get(dtype, "float32")
+        return dtype
+
+
+@dataclass(frozen=True)
+class Link:
+    """How devices reach each other. A message of n bytes takes ``latency + n / bandwidth``.
+
+    bandwidth: bytes/s in one direction, for one device (inside a host) or for one host (between hosts)
+    tables:    measured seconds of collectives by bytes, for so many ranks: {("all_reduce", 2): Curve}
+    overlap:   part of a collective that computing hides when both run at once (1: all of it)
+    rails:     ports that a host's bandwidth is made of; a device uses one of them
+    skew:      seconds that a collective in the middle of computing takes longer: its ranks wait for each other
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    tables: dict[tuple[str, int], Curve] = field(default_factory=dict, hash=False)
+    overlap: float = 1.0
+    origin: Origin = "default"
+    origins: dict[str, Origin] = field(default_factory=dict, hash=False)
+    rails: int = 1
+    skew: float = 0.0
+
+    def origin_of(self, figure: str) -> Origin:
+        return self.origins.get(figure, self.origin)
+
+    def faster(self, times: float, latency: float = 1.0) -> Link:
+        """The same with ``times`` the bandwidth and ``latency`` times the latency."""
+        tables = {key: _quickened(curve, times, latency) for key, curve in self.tables.items()}
+        return replace(self, bandwidth=self.bandwidth * times, latency=self.latency * latency, tables=tables)
+
+
+def _quickened(curve: Curve, times: float, latency: float) -> Curve:
+    """What the smallest message takes is latency; the rest of the larger ones' time is bandwidth."""
+    start = curve[0][1]
+    return tuple((size, start * latency + max(0.0, seconds - start) / times) for size, seconds in curve)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Devices that share the fast link, and how they reach each other."""
+
+    devices: tuple[Device, ...]
+    link: Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All hosts, as groups of equal ones: ``((4, host),)`` are four alike. Ranks are numbered host by host."""
+
+    hosts: tuple[tuple[int, Host], ...]
+    network: Link  # between hosts; its bandwidth is one host's
+    name: str = ""
+
+    @staticmethod
+    def parse(text: str | Path, *, bench: str | Path | Literal[False] | None = None) -> Cluster:
+        """From ``"4x8xH100"``, ``"8xV100"``, ``"2x8xV100+1x8xT4"``, ``"4x8xH100@100Gb"``, a YAML file, or ``"here"``.
+
+        Figures that ``echelon bench`` measured take the place of the catalogue's: those of the file ``bench``, or of
+        the usual one where that exists; ``False``: of none.
+        """
+        from echelon.planner.cluster.parse import parse
+
+        return parse(text, bench)
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write all of it to a file that ``parse`` reads."""
+        from echelon.planner.cluster.yaml_file import write
+
+        write(self, path)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return sum(count * len(host.devices) for count, host in self.hosts)
+
+    @property
+    def host_count(self) -> int:
+        return sum(count for count, _ in self.hosts)
+
+    @property
+    def kinds(self) -> tuple[Device, ...]:
+        """One device of each name, in the order they come."""
+        return tuple(set_by_name(device for _, host in self.hosts for device in host.devices))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices, and all hosts, are alike."""
+        return len(self.hosts) == 1 and len(self.kinds) == 1
+
+    def devices(self) -> Iterator[Device]:
+        """One after another, host by host: their place is the rank."""
+        for count, host in self.hosts:
+            for _ in range(count):
+                yield from host.devices
+
+    def place(self, rank: int) -> tuple[int, int, Host]:
+        """Number of the host that ``rank`` is on, its place among the host's devices, and the host."""
+        before, ranks = 0, rank
+        for count, host in self.hosts:
+            here = len(host.devices)
+            if ranks < count * here:
+                return before + ranks // here, ranks % here, host
+            before, ranks = before + count, ranks - count * here
+        raise IndexError(f"rank {rank} of a cluster of {self.size} devices")
+
+    def device(self, rank: int) -> Device:
+        _, place, host = self.place(rank)
+        return host.devices[place]
+
+    def group_link(self, ranks: Iterable[int]) -> Link:
+        """What these ranks talk over: their host's own link, or the network as soon as two hosts are among them."""
+        places = [self.place(rank) for rank in ranks]
+        return places[0][2].link if len({number for number, _, _ in places}) == 1 else self.network
+
+    def with_(
+        self,
+        *,
+        network: float = 1.0,
+        latency: float = 1.0,
+        link: float = 1.0,
+        memory: float = 1.0,
+        speed: float = 1.0,
+        bandwidth: float = 1.0,
+        hosts: int | None = None,
+        device: str | Device | None = None,
+    ) -> Cluster:
+        """A copy to ask what would be: ``network=2.0`` is twice the bandwidth between hosts, ``latency`` times its
+        latency, ``link`` times the bandwidth inside hosts; ``memory``, ``speed`` and ``bandwidth`` are of every device;
+        ``hosts`` as many hosts, of several kinds in the same proportion; ``device`` another kind in all places.
+        """
+        from echelon.planner.cluster.devices import device_named
+
+        other = device_named(device) if isinstance(device, str) else device
+        whole = self.host_count
+
+        def changed(host: Host) -> Host:
+            kinds = {kind.name: _device_with(other or kind, memory, speed, bandwidth) for kind in host.devices}
+            return Host(tuple(kinds[kind.name] for kind in host.devices), host.link.faster(link))
+
+        groups = (
+            (count if hosts is None else max(1, round(count * hosts / whole)), host) for count, host in self.hosts
+        )
+        made = tuple((count, changed(host)) for count, host in groups)
+        return replace(self, hosts=made, network=self.network.faster(network, latency))
+
+    def table(self) -> str:
+        """Every figure in a line of its own, with where it comes from."""
+        from echelon.planner.cluster.yaml_file import table
+
+        return table(self)
+
+    def __str__(self) -> str:
+        return self.name or " + ".join(f"{count}x{_devices_in_words(host)}" for count, host in self.hosts)
+
+
+def _device_with(device: Device, memory: float, speed: float, bandwidth: float) -> Device:
+    peak = {dtype: flops * speed for dtype, flops in device.peak.items()}
+    return replace(device, peak=peak, memory=device.memory * memory, bandwidth=device.bandwidth * bandwidth)
+
+
+def _devices_in_words(host: Host) -> str:
+    names = [device.name for device in host.devices]
+    return "+".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
+
+
+def set_by_name(devices: Iterable[Device]) -> list[Device]:
+    """One device of each name."""
+    return list({device.name: device for device in devices}.values())

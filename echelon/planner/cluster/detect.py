@@ -1,0 +1,185 @@
+"""What there is on this machine: GPUs, or cores and memory as far as the control group lets us have them."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.base.environment import find_place
+from echelon.base.errors import UsageError
+from echelon.planner.cluster.bench_file import Measured
+from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
+from echelon.planner.cluster.devices import PCIE4, PCIE_LATENCY, RESERVE, Kind, find_kind, kind_named
+
+#: Bytes of a process that has imported torch before it has a tensor.
+PROCESS = 0.4 * 1024**3
+
+
+def find_here(ranks: int | None = None, measured: Measured | None = None) -> Cluster:
+    """This machine as a cluster: ``ranks`` devices, or those of the job we are in, or one for each GPU or core."""
+    import torch
+
+    from echelon.distributed import world as worlds
+
+    place = worlds.current().place if worlds.is_initialized() else find_place()
+    hosts = 1 if ranks else max(1, place.world_size // place.local_world_size)
+    if ranks is None and place.world_size > 1:
+        ranks = place.local_world_size
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    host, network = _gpu_host(ranks or gpus, gpus, measured) if gpus else _cpu_host(ranks or cores(), measured)
+    return Cluster(((hosts, host),), network, "here" if hosts == 1 else f"{hosts} hosts like this")
+
+
+def _cpu_host(ranks: int, measured: Measured | None) -> tuple[Host, Link]:
+    kind = _measured_here(kind_named("CPU"), measured)
+    memory = memory_bytes() / ranks - PROCESS
+    if memory <= 0:
+        raise UsageError(f"{ranks} ranks cannot share the {memory_bytes() / 1024**3:.1f} GiB here; ask for fewer")
+    device = _found(_slowed(kind.device, max(1.0, ranks / cores())), memory=memory)
+    return Host((device,) * ranks, kind.link), kind.network
+
+
+def _gpu_host(ranks: int, gpus: int, measured: Measured | None) -> tuple[Host, Link]:
+    """Ranks beyond the number of GPUs share them in turn, as ``echelon.init`` deals them out, and talk through Gloo."""
+    kinds = [_measured_here(gpu_kind(index), measured) for index in range(min(gpus, ranks))]
+    each = math.ceil(ranks / gpus)
+    devices = tuple(_shared(kinds[rank % gpus].device, each) for rank in range(ranks))
+    link = min((kind.link for kind in kinds), key=lambda link: link.bandwidth)
+    if each > 1:
+        link = shared_link(kinds[0].device.name, measured)
+    return Host(devices, link), kinds[0].network
+
+
+def shared_name(device: str) -> str:
+    """What the link between ranks that share one device is called in a bench file."""
+    return f"{device} shared"
+
+
+def shared_link(device: str, measured: Measured | None) -> Link:
+    default = kind_named("CPU").link
+    return measured.link(shared_name(device), default) if measured else default
+
+
+def gpu_kind(index: int) -> Kind:
+    """GPU ``index`` with the memory it has; one that the catalogue does not know gets rough figures by its size."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(index)
+    kind = find_kind(facts.name) or _rough(facts.name, facts.multi_processor_count)
+    return replace(kind, device=_found(kind.device, memory=facts.total_memory - RESERVE))
+
+
+def _rough(name: str, multiprocessors: int) -> Kind:
+    """128 lanes at 1.5 GHz for each multiprocessor, tensor cores 4 times that: to be measured by ``echelon bench``."""
+    peak = multiprocessors * 128 * 2 * 1.5e9
+    device = Device(name, {"float32": peak, "float16": 4 * peak, "bfloat16": 4 * peak}, 1.0, 5e11)
+    return Kind(device, Link("PCIe", PCIE4, PCIE_LATENCY), kind_named("T4").network)
+
+
+def _measured_here(kind: Kind, measured: Measured | None) -> Kind:
+    if measured is None:
+        return kind
+    own = kind.device.memory
+    if kind.device.name in measured.entry.devices and not measured.fits_here(kind.device.name):
+        return kind
+    found = measured.on(kind)
+    return replace(found, device=_found(found.device, memory=own)) if kind.device.name != "CPU" else found
+
+
+def _found(device: Device, *, memory: float) -> Device:
+    return replace(device, memory=memory, origins=device.origins | {"memory": "measured"})
+
+
+def _shared(device: Device, ranks: float) -> Device:
+    """One rank's part of a device that several use at once."""
+    if ranks <= 1:
+        return device
+    peak = {dtype: flops / ranks for dtype, flops in device.peak.items()}
+    return replace(device, peak=peak, memory=device.memory / ranks, bandwidth=device.bandwidth / ranks)
+
+
+def _slowed(device: Device, ranks: float) -> Device:
+    """One rank's part of cores that several use at once: there the host's own work takes longer too."""
+    own = {name: getattr(device, name) * ranks for name in ("launch", "floor", "overhead", "function")}
+    engine = {what: seconds * ranks for what, seconds in device.engine.items()}
+    return replace(_shared(device, ranks), **own, engine=engine)
+
+
+def processor() -> str:
+    """The CPU's name as the kernel has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Cores that we may use: those we may run on, or fewer where the control group's quota is smaller."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for group in _groups(root, "cpu") for quota in _quota(group)]
+    return max(1, min([allowed, *(math.ceil(quota - 0.01) for quota in quotas)]))
+
+
+def memory_bytes(root: Path = Path("/")) -> float:
+    """Bytes of memory that the machine has and the control group lets us have."""
+    limits = [_number(group / name) for group in _groups(root, "memory") for name in _MEMORY_FILES]
+    return min([_installed(root), *(limit for limit in limits if limit)])
+
+
+_MEMORY_FILES = ("memory.max", "memory.limit_in_bytes")
+
+
+def _installed(root: Path) -> float:
+    try:
+        for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemTotal:"):
+                return float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Directories of the control groups we are in, from the innermost out: of version 2, then of version 1.
+
+    In a container the path that the kernel tells may not be there to see; what is mounted is then our own group.
+    """
+    mount = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        top = mount / controller if names else mount
+        inner = top / path.lstrip("/")
+        yield from (group for group in (inner, *inner.parents) if group == top or top in group.parents)
+
+
+def _quota(group: Path) -> Iterator[float]:
+    words = _text(group / "cpu.max").split()
+    if len(words) == 2 and words[0] != "max":
+        yield float(words[0]) / float(words[1])
+    quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+    if quota and period and quota > 0:
+        yield quota / period
+
+
+def _number(path: Path) -> float | None:
+    text = _text(path)
+    return float(text) if text.lstrip("-").isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,311 @@
+"""Bytes on every rank along the stage axis, at the moment when they are most.
+
+A step has few kinds of moments: forward of a micro-batch, its backward, the end of backward when the last gradients
+leave, and the update. What is there in each of them is added up from a profile, as the runtime really holds it:
+
+* One micro-batch without a pipeline: gradients of the step before live until backward begins, beside all activations.
+* Replicas copy gradients into buckets that live for ever; those that wait for their bucket to fill lie beside it.
+* Several micro-batches: whole gradients stay from the first one to the last, whatever ``shard`` says.
+* A stage keeps its output and the message made of it until the micro-batch comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from echelon.planner.cost.in_flight import Moment, moments_of_rank, one_after_another
+from echelon.planner.cost.stage_memory import UNDER_WAY, Peak, Stage, Terms, stage
+from echelon.planner.cost.strategy_traffic import RESIDUAL
+from echelon.planner.cost.system import ECHELON, System
+from echelon.planner.draft import Draft
+from echelon.planner.model_costs import Anatomy, Sheet
+from echelon.planner.prediction import Memory
+
+Place = Literal["cuda", "cpu"]
+
+#: Temporaries of an update, as parts of all trained weights on a GPU (foreach: one operation for all of them) and as
+#: parts of the largest weight on a CPU (one weight after another). Measured, see benchmarks/planner_memory.py.
+FOREACH = {
+    "sgd": 0.0,
+    "momentum": 0.0,
+    "adam": 1.0,
+    "adamw": 1.0,
+    "rmsprop": 1.0,
+    "adagrad": 1.0,
+    "lamb": 0.0,
+    "lars": 0.0,
+}
+SINGLE = {
+    "sgd": 0.0,
+    "momentum": 0.0,
+    "adam": 2.0,
+    "adamw": 2.0,
+    "rmsprop": 1.0,
+    "adagrad": 2.0,
+    "lamb": 2.0,
+    "lars": 1.0,
+}
+
+WORKSPACE = 8.125 * 2**20  # what matrix products take for themselves on a GPU, for as long as the process lives
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The fullest moment of a rank: while: forward, backward, exchange or update; unit: in which one, where in one."""
+
+    memory: Memory
+    moment: Literal["forward", "backward", "exchange", "update"]
+    unit: int | None = None
+
+
+def fullest(
+    profile: Anatomy,
+    draft: Draft,
+    limits: Sequence[float] | float = (),
+    *,
+    system: System = ECHELON,
+    optimizer: str = "adam",
+    place: Place = "cuda",
+    workspace: float | None = None,
+    ranks: Iterable[int] | None = None,
+) -> tuple[Fullest, ...]:
+    """What every rank along the stage axis holds when it holds most; the replica with the largest share of a batch.
+
+    limits:    bytes that each rank may use, or one number for all; () is no limit
+    optimizer: one of system.state
+    place:     GPUs update all weights at once and need room for it; CPUs send gradients as pairs of messages
+    workspace: bytes that libraries take for themselves
+    ranks:     only those
+    """
+    sheet = profile.sheet(_samples(draft), draft.split, draft.amp)
+    room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
+    facts = Facts(draft, system, optimizer, place, room)
+    edges = (0, *draft.cuts, len(sheet.units))
+    found = []
+    for rank in range(draft.stage) if ranks is None else ranks:
+        own = range(rank, draft.stages, draft.stage)
+        stages = [stage(sheet, edges[at], edges[at + 1], facts.terms(at)) for at in own]
+        spans = [(edges[at], edges[at + 1]) for at in own]
+        limit = limits if isinstance(limits, int | float) else limits[rank] if limits else 0.0
+        firsts = [first for first, _ in spans]
+        found.append(
+            _Rank(facts, stages, _twice(profile, sheet, spans), _batch(sheet, draft), firsts).fullest(rank, limit)
+        )
+    return tuple(found)
+
+
+def _samples(draft: Draft) -> int:
+    """Of the largest micro-batch of the replica with the largest share."""
+    share = max(draft.shares) / sum(draft.shares) if draft.shares else 1 / draft.replicate
+    return max(1, math.ceil(draft.batch * share / draft.micro_batches - 1e-9))
+
+
+def _batch(sheet: Sheet, draft: Draft) -> float:
+    """Bytes of a replica's batch, which every one of its ranks is given, less what the first unit keeps of it."""
+    kept = min(sheet.units[0].received, sheet.units[0].saved)
+    return max(sheet.given * draft.micro_batches - kept, 0.0)
+
+
+def _twice(profile: Anatomy, sheet: Sheet, spans: Sequence[tuple[int, int]]) -> float:
+    """Entries that several of these units share: each of them counts a weight that is there once."""
+
+    def here(unit: int) -> bool:
+        return any(first <= unit < end for first, end in spans)
+
+    return sum(
+        max(0, sum(map(here, group)) - 1) * entries for group, entries in zip(profile.ties, sheet.tied, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a draft and a runtime say about every rank alike."""
+
+    draft: Draft
+    system: System
+    optimizer: str
+    place: Place
+    workspace: float
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share out what ``shard`` shares out."""
+        return self.draft.replicate if self.draft.shard else 1
+
+    @property
+    def reduced(self) -> bool:
+        """Whether gradients are summed over replicas in buckets that stay."""
+        return self.draft.replicate > 1 and not self.draft.shard and self.draft.approximate != "localsgd"
+
+    @property
+    def passes(self) -> int:
+        """Backward passes that make up a gradient."""
+        return self.draft.micro_batches
+
+    @property
+    def messages(self) -> float:
+        """Bytes on the way for each byte of a bucket that is scattered: what leaves, and what arrives."""
+        return 2.0 if self.place == "cpu" else 1.0 + 1.0 / self.sharing
+
+    def terms(self, at: int) -> Terms:
+        """For the stage ``at``."""
+        draft, travels = self.draft, self.draft.replicate > 1 and self.draft.approximate != "localsgd"
+        recompute = bool(draft.recompute) and draft.recompute[at]
+        return Terms(
+            recompute=self.system.replays if recompute else "",
+            gradient=self.system.gradient_bytes(draft.amp),
+            ranks=self.sharing,
+            level=draft.shard if draft.replicate > 1 else 0,
+            bucket=self.system.bucket if travels else 0.0,
+            messages=self.messages if draft.shard and travels else 0.0,
+            casts=self.system.amp_weights >= self.system.weights and draft.shard != 3,
+        )
+
+
+class _Rank:
+    """What one rank has at every kind of moment."""
+
+    def __init__(
+        self, facts: Facts, stages: Sequence[Stage], twice: float, batch: float, firsts: Sequence[int]
+    ) -> None:
+        self._facts, self._stages, self._batch, self._firsts = facts, stages, batch, firsts
+        draft, system = facts.draft, facts.system
+        trained = sum(one.trained for one in stages) - twice
+        held_here = sum(one.weight_bytes for one in stages) / 4 - twice
+        self._weights = held_here * system.weight_bytes(draft.amp) / (facts.sharing if draft.shard == 3 else 1)
+        self._gradients = trained * system.gradient_bytes(draft.amp)
+        self._state = trained * system.state_bytes(facts.optimizer) / facts.sharing
+        self._trained = trained
+        self._buffers = sum(one.buffers for one in stages) + batch + facts.workspace
+        self._exchange = self._standing_exchange()
+
+    def _standing_exchange(self) -> float:
+        """Messages and copies that live for ever."""
+        draft, entries = self._facts.draft, self._trained
+        wire = entries * (4 + 6 / draft.replicate) if draft.wire and self._facts.reduced else 0.0
+        residual = RESIDUAL * entries if draft.approximate == "dgc" else 0.0
+        anchor = self._weights if draft.approximate == "localsgd" and draft.replicate > 1 else 0.0
+        return wire + residual + anchor
+
+    def fullest(self, rank: int, limit: float) -> Fullest:
+        return max(self._moments(rank, limit), key=lambda one: one.memory.total)
+
+    def _moments(self, rank: int, limit: float) -> Iterator[Fullest]:
+        draft = self._facts.draft
+        if draft.stage == 1 and draft.chunks == 1:
+            found = one_after_another(draft.micro_batches)
+        else:
+            found = moments_of_rank(draft.schedule or "1f1b", draft.stages, draft.stage, draft.micro_batches, rank)
+        for moment in found:
+            yield self._while(moment, limit)
+        yield Fullest(self._closing(limit), "exchange")
+        yield Fullest(self._update(limit), "update")
+
+    # ---- the kinds of moments ----
+
+    def _while(self, moment: Moment, limit: float) -> Fullest:
+        one = self._stages[moment.chunk]
+        peak, gradients = self._pass(moment, one)
+        others = sum(
+            count * each.held + waits * each.waiting
+            for count, waits, each in zip(moment.open, moment.waiting, self._stages, strict=True)
+        )
+        sent = sum(
+            count * (each.output + each.sent_on + each.unsaved)
+            for count, each in zip(moment.open, self._stages, strict=True)
+        )
+        held = self._memory(
+            limit,
+            gradients=gradients + peak.gradients,
+            activations=others + peak.kept,
+            transient=peak.total - peak.kept - peak.gradients,
+            exchange=sent + self._messages(moment, one),
+        )
+        return Fullest(held, "forward" if moment.kind == "F" else "backward", self._firsts[moment.chunk] + peak.at)
+
+    def _pass(self, moment: Moment, one: Stage) -> tuple[Peak, float]:
+        """The pass that runs, and the gradients that were there before it."""
+        alone = self._facts.passes == 1 and len(self._stages) == 1 and self._facts.draft.stage == 1
+        before = self._made(moment)
+        if moment.kind == "F":
+            return one.forward, self._stale() if alone else before
+        if moment.kind == "I":
+            return one.partly, before
+        if moment.kind == "W":
+            return one.weights, before
+        if alone:
+            return one.sent, self._rows()
+        return (one.again if moment.made[moment.chunk] else one.first), before
+
+    def _messages(self, moment: Moment, one: Stage) -> float:
+        """Of a pipeline: what is expected while this action runs, what it sends, and gradients that were sent."""
+        if self._facts.draft.stage == 1:
+            return 0.0
+        expected = moment.coming * one.received + moment.returning * one.sent_on
+        # Forward makes a message; in backward what the last unit handed on has its gradient, and the rest has one too.
+        return expected + one.unsaved + max(one.sent_on, one.output) + moment.returned * one.received
+
+    def _closing(self, limit: float) -> Memory:
+        """The end of the last backward: what has not been sent leaves."""
+        peaks = [one.closing for one in self._stages]
+        if self._facts.passes > 1 and not self._facts.sharing > 1:
+            return self._memory(limit, gradients=self._rows() + self._gradients)
+        total, gradients = (sum(getattr(peak, part) for peak in peaks) for part in ("total", "gradients"))
+        return self._memory(limit, gradients=self._rows() + gradients, exchange=total - gradients)
+
+    def _update(self, limit: float) -> Memory:
+        facts, share = self._facts, self._facts.sharing
+        if facts.place == "cuda":
+            transient = FOREACH.get(facts.optimizer, 1.0) * self._gradients / share
+        else:
+            transient = SINGLE.get(facts.optimizer, 2.0) * max(one.largest for one in self._stages) / share
+        handing_round = 0.0
+        if facts.draft.shard in (1, 2) and share > 1:
+            travelling = min(self._gradients, (UNDER_WAY + 1) * facts.system.bucket)
+            handing_round = travelling * (1 + 1 / share)
+        larger = handing_round > transient  # one comes after the other
+        return self._memory(
+            limit,
+            gradients=self._stale(),
+            transient=0.0 if larger else transient,
+            exchange=handing_round if larger else 0.0,
+        )
+
+    # ---- gradients ----
+
+    def _rows(self) -> float:
+        """Buckets that live for ever."""
+        return self._gradients if self._facts.reduced else 0.0
+
+    def _stale(self) -> float:
+        """What is there between two steps."""
+        return self._gradients / self._facts.sharing
+
+    def _made(self, moment: Moment) -> float:
+        """Where a step has several backward passes: whole gradients of the stages that have had one."""
+        width = self._facts.system.gradient_bytes(self._facts.draft.amp)
+        made = sum(one.trained for one, is_made in zip(self._stages, moment.made, strict=True) if is_made)
+        return self._rows() + made * width
+
+    def _memory(
+        self,
+        limit: float,
+        *,
+        gradients: float,
+        activations: float = 0.0,
+        transient: float = 0.0,
+        exchange: float = 0.0,
+    ) -> Memory:
+        return Memory(
+            parameters=self._weights,
+            gradients=gradients,
+            optimizer=self._state,
+            activations=activations,
+            transient=transient,
+            exchange=exchange + self._exchange,
+            buffers=self._buffers,
+            limit=limit,
+        )

@@ -1,0 +1,146 @@
+"""How many bytes a rank sends in a step under a Strategy, and how many it keeps: formulas, nothing is run.
+
+An all-reduce of B bytes over N ranks sends 2 (N - 1) / N x B from each, which a ring does and nothing can better.
+Scattering sums and gathering parts are its two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from echelon.parallel.data.compressor import kept as entries_left
+from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, ParameterServer, Shard
+
+if TYPE_CHECKING:
+    from echelon.strategy.strategy import Strategy
+
+WHOLE_LAYER = 3  # the level of sharding at which parameters are whole only while their layer computes
+LEAN = 4 + 8 / 256  # bytes beside a bf16 weight: 16 bits of remainder, two 8-bit moments, two scales for 256 of them
+RESIDUAL = 8  # DGC keeps a momentum and a residual of each entry, both fp32
+
+
+@dataclass(frozen=True)
+class Size:
+    """One trained parameter: how many entries, and the bytes of each."""
+
+    numel: int
+    width: int = 4
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.width
+
+
+@dataclass(frozen=True)
+class Job:
+    ranks: int
+    ranks_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.ranks_per_host
+
+
+def all_reduced(sizes: Sequence[Size], ranks: int, wire: bool = False) -> float:
+    """Sent by each rank to sum tensors over all; ``wire``: in 16 bits."""
+    total = sum(size.numel * min(size.width, 2 if wire else size.width) for size in sizes)
+    return 2 * (ranks - 1) / ranks * total
+
+
+def sent(strategy: Strategy, sizes: Sequence[Size], job: Job, frozen: float = 0.0) -> Iterator[tuple[str, float]]:
+    """What each rank sends, in bytes a step; an average where it is not the same in every step.
+
+    frozen: bytes of parameters that are not trained
+    """
+    wire = strategy.fp16_allreduce is not None
+    merge = strategy.gradient_merge
+    local, dgc, shard = local_steps(strategy), strategy.part(Dgc), strategy.part(Shard)
+    servers = strategy.part(ParameterServer)
+    if servers:
+        often = servers.k_steps if servers.mode == "geo" else 1
+        if servers.dense_on_servers:
+            yield "gradients, to servers", sum(size.numel * size.width for size in sizes) / often
+        else:
+            yield "gradients", all_reduced(sizes, job.ranks, wire)
+        return
+    if shard:
+        yield from _sharded(shard, all_reduced(sizes, job.ranks) / 2, (job.ranks - 1) / job.ranks * frozen, merge)
+    elif local:
+        yield "weights", all_reduced(sizes, job.ranks, wire) / (merge * usual_k(local))
+    elif dgc:
+        for what, amount in _compressed(dgc, [size for size in sizes if size.numel >= dgc.min_size], job, wire):
+            yield what, amount / merge
+        small = [size for size in sizes if size.numel < dgc.min_size]
+        yield f"gradients under {dgc.min_size:,} entries", all_reduced(small, job.ranks, wire) / merge
+    else:
+        yield "gradients", all_reduced(sizes, job.ranks, wire) / merge
+
+
+def _sharded(shard: Shard, half: float, frozen: float, merge: int) -> Iterator[tuple[str, float]]:
+    """``half``: scattering or gathering all that is trained once; ``frozen``: gathering the rest."""
+    yield "gradients, scattered", half / (merge if shard.level == 1 else 1)
+    if shard.level == WHOLE_LAYER:
+        yield "weights, gathered for forward and for backward", 2 * (half + frozen)
+    else:
+        yield "weights, gathered after the update", half / merge
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds between two steps, in bytes; ``state``: each tensor of optimizer state that a weight has."""
+
+    parameters: float
+    gradients: float
+    state: float
+
+
+def held(level: int, trained: float, frozen: float, ranks: int, merge: int) -> Held:
+    """Level 0 is without sharding. Without merging, level 1 lets whole gradients go while backward runs, as 2 does."""
+    part = trained / ranks
+    keeps_gradients = level == 0 or (level == 1 and merge > 1)
+    parameters = (trained + frozen) / (ranks if level == WHOLE_LAYER else 1)
+    return Held(parameters, trained if keeps_gradients else part, part if level else trained)
+
+
+def _compressed(dgc: Dgc, large: Sequence[Size], job: Job, wire: bool) -> Iterator[tuple[str, float]]:
+    position = 4 if sum(size.numel for size in large) < 2**31 else 8
+    rows = sum(entries_left(size.numel, dgc.sparsity[-1]) for size in large) * (position + (2 if wire else 4))
+    if not dgc.hierarchical:
+        yield "largest gradient entries", rows * (job.ranks - 1)
+        return
+    yield "gradients inside the host", all_reduced(large, job.ranks_per_host)
+    yield "largest entries between hosts, by one rank a host", rows * (job.hosts - 1)
+
+
+def kept(strategy: Strategy, sizes: Sequence[Size], job: Job) -> Iterator[tuple[str, str, float]]:
+    """Memory that strategies add: whose, what for, how many bytes."""
+    local, dgc = local_steps(strategy), strategy.part(Dgc)
+    weights, numbers = sum(size.bytes for size in sizes), sum(size.numel for size in sizes)
+    if dgc:
+        large = sum(size.numel for size in sizes if size.numel >= dgc.min_size)
+        yield "dgc", "momentum and residual of what is compressed, in fp32", RESIDUAL * large
+    if strategy.lean:
+        yield "lean", "remainders, moments and their scales, in all; gradients go one by one", LEAN * numbers
+    if job.ranks == 1:
+        return
+    if local:
+        yield local_name(strategy), "the weights as they were at the last average", weights
+        if local.outer:
+            yield local_name(strategy), "the outer optimizer's momentum", weights
+    elif strategy.fp16_allreduce:
+        yield "fp16_allreduce", "16-bit copies that leave and arrive", 4 * sum(size.numel for size in sizes)
+
+
+def local_steps(strategy: Strategy) -> LocalSgd | AdaptiveLocalSgd | None:
+    return strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
+
+
+def local_name(strategy: Strategy) -> str:
+    return "localsgd" if strategy.localsgd else "adaptive_localsgd"
+
+
+def usual_k(local: LocalSgd | AdaptiveLocalSgd) -> int:
+    """Updates between two averages; of the adaptive form, those it begins with."""
+    return local.k_steps if isinstance(local, LocalSgd) else local.init_k_steps

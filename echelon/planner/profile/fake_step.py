@@ -1,0 +1,272 @@
+"""One training pass over a copy of the model that holds nothing, unit by unit; units that are alike run once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from echelon.plan.fake_forward import placeholder_mode, random_numbers_kept
+from echelon.plan.module_calls import call_plainly, listening
+from echelon.plan.pytree import Parts, take_apart
+from echelon.planner.profile.fake_copy import Shadow, facts_of
+from echelon.planner.profile.gpu_dispatch import AsOnGpu
+from echelon.planner.profile.kernel_costs import tensor_bytes
+from echelon.planner.profile.observe import Span, Trace
+from echelon.planner.profile.scratch import around, around_on_gpu
+
+Leaf = tuple[int, float]  # the number of a tensor's storage, and the tensor's bytes
+
+
+@dataclass(eq=False)
+class Call:
+    """A unit was called: what went on before it since the last unit, and in it.
+
+    like:  the earlier call that this one is like, in which its unit's spans are; itself where it really ran
+    """
+
+    name: str
+    glue: Span
+    inputs: list[Leaf]
+    unit: Span = field(default_factory=Span)
+    outputs: list[Leaf] = field(default_factory=list)
+    unit_back: Span = field(default_factory=Span)
+    glue_back: Span = field(default_factory=Span)
+    like: Call | None = None
+    shapes: list[Tensor | Any] = field(default_factory=list)
+    parts: Parts | None = None
+
+    @property
+    def measured(self) -> Call:
+        return self.like or self
+
+    def saved_at(self, leaves: Sequence[Leaf]) -> list[int]:
+        """Which of its inputs or outputs it keeps for backward."""
+        return [at for at, (number, _) in enumerate(leaves) if number in self.unit.saved]
+
+
+@dataclass(eq=False)
+class Passed:
+    """A whole pass: the calls in order, and what came after the last."""
+
+    calls: list[Call]
+    tail: Span
+    tail_back: Span
+    gradients: set[int]
+    batch: set[int]
+    weights: dict[int, Tensor]  # storage -> the copy's parameter or buffer
+
+
+# ---- the pass ----
+
+
+def rehearse(
+    shadow: Shadow,
+    batch: Any,
+    step: Callable[[nn.Module, Any], Tensor],
+    amp: torch.dtype | None,
+    gpu: bool,
+    backward: bool = True,
+) -> Passed:
+    """Forward (and backward) of ``step(model, batch)``, a loss, on placeholders."""
+    trace = Trace(scratch=around_on_gpu if gpu else around)
+    weights: dict[int, Tensor] = {
+        trace.number(each): each for each in (*shadow.model.parameters(), *shadow.model.buffers())
+    }
+    on_batch = placed(batch)
+    leaves = {trace.number(leaf) for leaf in take_apart(on_batch).leaves if isinstance(leaf, Tensor)}
+    listener = _Listener(trace, shadow)
+    handles = trace.watch_gradients(shadow.model)
+    try:
+        with placeholder_mode(), random_numbers_kept(), torch.enable_grad(), _no_collection(), trace:
+            loss = _forward(shadow, on_batch, step, amp, gpu, trace, listener)
+            tail = trace.span
+            tail_back = listener.begin_backward()
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        torch.clear_autocast_cache()
+        for handle in handles:
+            handle.remove()
+    return Passed(listener.calls, tail, tail_back, trace.gradients, leaves, weights)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What lies in cycles stays, since a collection would let it go in one of two passes and not in the other."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _forward(
+    shadow: Shadow, batch: Any, step: Any, amp: torch.dtype | None, gpu: bool, trace: Trace, listener: _Listener
+) -> Tensor:
+    with contextlib.ExitStack() as within:
+        within.enter_context(trace.saving())
+        within.enter_context(listening(listener.unit_called))
+        if gpu:
+            within.enter_context(AsOnGpu())
+        if amp is not None:
+            within.enter_context(torch.autocast("cpu", dtype=amp))
+        loss: Tensor = step(shadow.model, batch)
+    return loss
+
+
+def placed(batch: Any) -> Any:
+    """A batch as placeholders on the CPU."""
+    return tree_map(_placed, batch)
+
+
+def _placed(leaf: Any) -> Any:
+    """A batch's tensor as a placeholder on the CPU."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with placeholder_mode(), torch.no_grad():
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+
+
+class _Listener:
+    """Follows a pass from unit to unit, forward and back."""
+
+    def __init__(self, trace: Trace, shadow: Shadow) -> None:
+        self._trace, self._shadow = trace, shadow
+        self.calls: list[Call] = []
+        self._known: dict[Any, Call] = {}
+        self._start: Tensor | None = None  # what makes known units' outputs have gradients
+        self._back: list[Span] = []
+        self._at = 0
+
+    def unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():
+            given = take_apart((args, kwargs))
+            tensors = [leaf for leaf in given.leaves if isinstance(leaf, Tensor)]
+            call = self._entered(name, tensors)
+            key = (self._shadow.key(name), given.pattern, tuple(map(facts_of, given.leaves)), _same(call.inputs))
+            call.like = self._known.get(key)
+            if call.like is not None:
+                output = self._as_before(call.like, tensors)
+        if call.like is None:
+            self._known[key] = call
+            self._shadow.take_place(name, module)
+            output = call_plainly(module, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self._left(call, output)
+        return output
+
+    def _entered(self, name: str, tensors: list[Tensor]) -> Call:
+        call = Call(name, self._trace.span, [self._leaf(leaf) for leaf in tensors])
+        self._on_way_back(tensors, 2 * len(self.calls))
+        self.calls.append(call)
+        self._trace.span = call.unit
+        return call
+
+    def _left(self, call: Call, output: Any) -> None:
+        parts = take_apart(output)
+        if call.like is None:
+            # With stand-ins: the tensors themselves would live as long as the call.
+            call.parts = take_apart(parts.together(map(_husk, parts.leaves)))
+            call.shapes = [_Spec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in parts.leaves]
+        made = [leaf for leaf in parts.leaves if isinstance(leaf, Tensor)]
+        call.outputs = [self._leaf(leaf) for leaf in made]
+        self._on_way_back(made, 2 * len(self.calls) - 1)
+        self._trace.span = Span()
+
+    def _leaf(self, tensor: Tensor) -> Leaf:
+        return self._trace.number(tensor), float(tensor_bytes(tensor))
+
+    def _as_before(self, like: Call, tensors: list[Tensor]) -> Any:
+        assert like.parts is not None
+        specs = [spec for spec in like.shapes if isinstance(spec, _Spec)]
+        with self._silence():
+            if self._start is None:
+                self._start = torch.empty((), requires_grad=True)
+            kept = [tensors[at].untyped_storage() for at in like.saved_at(like.inputs)]
+            made = iter(_Known.apply(self, specs, kept, self._start, *tensors))  # type: ignore[no-untyped-call]
+        return like.parts.together(next(made) if isinstance(leaf, _Spec) else leaf for leaf in like.shapes)
+
+    @contextlib.contextmanager
+    def _silence(self) -> Iterator[None]:
+        self._trace.silent = True
+        try:
+            yield
+        finally:
+            self._trace.silent = False
+
+    # ---- the way back ----
+
+    def begin_backward(self) -> Span:
+        self._trace.backward = True
+        self._back = [span for call in self.calls for span in (call.glue_back, call.unit_back)] + [Span()]
+        self._at = len(self._back) - 1
+        self._trace.span = self._back[-1]
+        return self._back[-1]
+
+    def _on_way_back(self, tensors: Sequence[Tensor], place: int) -> None:
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: self._reach(place))
+
+    def _reach(self, place: int) -> None:
+        if place < self._at:  # a skip connection's begin is reached again long after its end
+            self._at = place
+            self._trace.span = self._back[place]
+
+
+def _husk(leaf: Any) -> Any:
+    """A tensor of as many dimensions that holds nothing."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with _disable_current_modes():
+        return torch.empty((0,) * leaf.dim())
+
+
+def _same(leaves: Sequence[Leaf]) -> tuple[int, ...]:
+    """Which of them are one tensor."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(number, at) for at, (number, _) in enumerate(leaves))
+
+
+@dataclass(frozen=True)
+class _Spec:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Spec:
+        return _Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
+
+
+class _Known(torch.autograd.Function):
+    """In place of a unit that ran before: the same outputs and gradients, and of its inputs the same kept."""
+
+    @staticmethod
+    def forward(ctx: Any, listener: Any, specs: list[_Spec], kept: list[Any], start: Tensor, *inputs: Tensor) -> Any:
+        ctx.listener, ctx.inputs, ctx.kept = listener, [_Spec.of(each) for each in inputs], kept
+        made = [spec.make() for spec in specs]
+        ctx.mark_non_differentiable(*[one for one, spec in zip(made, specs, strict=True) if not spec.differentiable])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.kept = None
+        needed = ctx.needs_input_grad[4:]
+        with ctx.listener._silence():
+            made = [spec.make() if wanted else None for spec, wanted in zip(ctx.inputs, needed, strict=True)]
+        return (None, None, None, None, *made)

@@ -1,0 +1,122 @@
+"""Bytes of optimizer state, exactly: the optimizer itself takes a step on tensors that have shapes and no contents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.base.errors import UsageError
+from echelon.optim.optimizer_copy import PLAIN, make_twin
+from echelon.planner.cost.system import STATE, System
+
+Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+Owners = Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]]
+Known = dict[Any, list[Tensor]]  # what an optimizer keeps for a parameter, by optimizer, group, shape and dtype
+
+
+def optimizer_name(given: Given) -> str:
+    """Return the name by which costs go: ``adamw``, ``momentum``; the first's where there are several."""
+    first = _listed(given)[0]
+    name = type(first).__name__.lower()
+    return "momentum" if name == "sgd" and any(group.get("momentum") for group in first.param_groups) else name
+
+
+def with_state_of(system: System, given: Given, model: nn.Module) -> System:
+    """Return ``system`` with the state that these optimizers keep for the model, by ``optimizer_name``."""
+    return replace(system, state={**system.state, optimizer_name(given): bytes_an_entry(given, model)})
+
+
+def bytes_an_entry(given: Given, model: nn.Module) -> float:
+    """Return bytes of state for each trained entry; single numbers, as a count of steps, are left out."""
+    owned, known = owners(given), Known()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    entries = sum(parameter.numel() for parameter in trained)
+    kept = [
+        sum(map(_size, (each for each in kept_after_step(*owned[id(one)], one.shape, one.dtype, known) if each.dim())))
+        for one in trained
+        if id(one) in owned
+    ]
+    return sum(kept) / max(entries, 1)
+
+
+def owners(given: Given) -> Owners:
+    """By a parameter's id, the optimizer that has it, and in which of its groups."""
+    return {id(p): (each, group) for each in _listed(given) for group in each.param_groups for p in group["params"]}
+
+
+def state_bytes(owned: Owners, parameter: nn.Parameter, shape: Sequence[int], known: Known) -> int:
+    """Of such a part of one parameter; 0 where no optimizer has it. ``known``: what was found before."""
+    if id(parameter) not in owned:
+        return 0
+    optimizer, group = owned[id(parameter)]
+    if parameter.requires_grad:
+        return sum(map(_size, kept_after_step(optimizer, group, shape, parameter.dtype, known)))
+    # never stepped; yet some optimizers keep something from the start
+    kept = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+    entries = [math.prod(shape) if value.shape == parameter.shape else value.numel() for value in kept]
+    return sum(count * value.element_size() for count, value in zip(entries, kept, strict=True))
+
+
+def kept_after_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: Sequence[int], dtype: torch.dtype, known: Known
+) -> list[Tensor]:
+    """Return what it keeps for a parameter of such a shape after a step, without contents."""
+    key = (id(optimizer), id(group), tuple(shape), dtype)
+    if key not in known:
+        known[key] = _stepped(optimizer, group, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    return known[key]
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], value: Tensor) -> list[Tensor]:
+    try:
+        return _state_after(optimizer, group, value)
+    except Exception as error:  # whatever an optimizer of somebody else's may raise
+        if value.numel() > MOST:
+            return _from_table(optimizer, value, error)
+    try:  # one that looks at values is given some
+        return _state_after(optimizer, group, torch.zeros(value.shape, dtype=value.dtype))
+    except Exception as error:
+        return _from_table(optimizer, value, error)
+
+
+def _state_after(optimizer: torch.optim.Optimizer, group: dict[str, Any], value: Tensor) -> list[Tensor]:
+    """Return what a twin of the optimizer keeps after a step for a parameter like ``value``."""
+    stand_in = nn.Parameter(value)
+    stand_in.grad = torch.zeros_like(stand_in)
+    plain = {name: way for name, way in PLAIN.items() if name in group}
+    twins: dict[int, torch.optim.Optimizer] = {}
+    make_twin(optimizer, [{**group, **plain, "params": [stand_in]}], twins).step()
+    kept = tree_leaves([twin.state.get(stand_in, {}) for twin in twins.values()])
+    return [value.to("meta") for value in kept if isinstance(value, Tensor)]
+
+
+#: Entries of a parameter that is made for it, where an optimizer does not step without contents.
+MOST = 2**26
+
+
+def _from_table(optimizer: torch.optim.Optimizer, parameter: Tensor, error: Exception) -> list[Tensor]:
+    """An optimizer that does not step without contents: by its name, as plans count it."""
+    name = type(optimizer).__name__.lower()
+    if name not in STATE:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UsageError(
+            f"{type(optimizer).__name__} does not step without contents ({type(error).__name__}: {reason}), so its "
+            "state is not known; give --optimizer with one that keeps as much"
+        ) from error
+    return [torch.empty(int(STATE[name] * parameter.numel()), dtype=torch.uint8, device="meta")]
+
+
+def _size(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _listed(given: Given) -> list[torch.optim.Optimizer]:
+    if isinstance(given, torch.optim.Optimizer):
+        return [given]
+    return list(given.values()) if isinstance(given, Mapping) else list(given)

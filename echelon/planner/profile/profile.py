@@ -1,0 +1,319 @@
+"""Profile: what a model costs, measured on placeholders: no GPU, nothing computed, the model left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from echelon.base.errors import EchelonError, UsageError
+from echelon.plan.partition import find_units
+from echelon.planner.model_costs import Sheet, Unit
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.fake_split import nobody, split_first
+from echelon.planner.profile.fake_step import Passed, rehearse
+from echelon.planner.profile.recompute_costs import crossings, figures_again
+from echelon.planner.profile.resize import RULES, find_rows, resize
+from echelon.planner.profile.splits import find_marks, most, telling_hooks
+from echelon.planner.profile.unit_costs import (
+    Carried,
+    Groups,
+    Held,
+    Spans,
+    alike,
+    between,
+    carried,
+    group_calls,
+    holdings,
+    identity,
+    mark_weight_kernels,
+    spans_of,
+    unit,
+)
+from echelon.strategy.annotations.marks import Split
+
+DeviceKind = Literal["cuda", "cpu"]
+Step = Callable[[nn.Module, Any], Tensor]
+
+#: Samples of the two passes that all others are known from. Not 1: batch norm refuses one row, and squeeze() drops it.
+SIZES = (2, 3)
+OR_ELSE = "either it fails on such a batch, or its forward looks at values, where only shapes are there"
+
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    call: Step | None = None,
+    name: str = "",
+    device: DeviceKind | None = None,
+) -> Profile:
+    """What training ``model`` costs. ``batch`` and ``loss`` are as ``Engine.step`` and ``distribute`` take them.
+
+    call:   ``call(model, batch)`` returns the loss, where that is more than ``loss(model(x), y)``
+    device: whose kernels are counted; where the parameters are, if it is left out
+    """
+    kind = device or _device_of(model)
+    return Profile(model, batch, call or functools.partial(_objective, loss), name or type(model).__name__, kind)
+
+
+def _device_of(model: nn.Module) -> DeviceKind:
+    first = next(model.parameters(), None)
+    return "cpu" if first is not None and first.device.type == "cpu" else "cuda"
+
+
+def _objective(loss: Callable[..., Tensor] | None, model: nn.Module, batch: Any) -> Tensor:
+    from echelon.parallel.objective import Objective
+
+    return Objective(model, loss, None, torch.device("cpu"))(batch)[1]
+
+
+class Profile:
+    """A model's units and what they cost, for any number of samples, any split and amp. Implements ``Anatomy``.
+
+    members:    all modules of every unit, where ``names`` has the first
+    parameters: (name, entries, dtype, whether it is trained, index of the first unit that needs it)
+
+    units, splits, spread: which modules are units and which are split, where somebody has said so; spread: ranks of the
+    split have batches of their own
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        step: Step,
+        name: str,
+        device: DeviceKind,
+        units: Sequence[str] = (),
+        splits: Mapping[str, Split] | None = None,
+        spread: bool = False,
+    ) -> None:
+        from echelon.parallel.objective import count_samples
+
+        self.name, self.device, self.batch = name, device, count_samples(batch)
+        self._model, self._example, self._step = model, batch, step
+        self._unit_names, self._spread = list(units) or find_units(model) or [""], spread
+        if splits is not None:
+            self.split_marks = dict(splits)
+        self._measured: dict[Any, _Measured] = {}
+        self._sheets: dict[Any, Sheet] = {}
+        first = self._first_measured()
+        self._groups: Groups = first.groups
+        self.names = tuple(first.passes[0].calls[group[0]].name for group in self._groups)
+        self.members = tuple(
+            tuple(dict.fromkeys(first.passes[0].calls[at].name for at in group)) for group in self._groups
+        )
+        self.ties = tuple(first.ties())
+        self.parameters = first.parameters()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was profiled."""
+        return self._model
+
+    @property
+    def step(self) -> Step:
+        """``step(model, batch)`` is the loss."""
+        return self._step
+
+    def cut(self, units: Sequence[str], splits: Mapping[str, Split], spread: bool) -> Profile:
+        """The same step, of these units and with these splits."""
+        return Profile(self._model, self._example, self._step, self.name, self.device, units, splits, spread)
+
+    def placeholders(self, samples: int) -> Any:
+        """A batch of so many samples, without contents."""
+        if self._sizes != SIZES and samples != self.batch:
+            raise UsageError(
+                f"'{self.name}': its batch of {self.batch} is known as a whole only, since the model does not run on "
+                f"{SIZES[0]} of its rows ({self._reason}); give it samples in the first dimension of each tensor"
+            )
+        return tree_map(lambda leaf: resize(leaf, self._rule, self.batch, samples), self._example)
+
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+        key = (samples, split, amp)
+        if key not in self._sheets:
+            measured = self._measured_for(samples, split, amp)
+            tied = tuple(measured.ties().values())
+            self._sheets[key] = Sheet(measured.units(samples), samples, split, amp, self._given(samples), tied)
+        return self._sheets[key]
+
+    def _given(self, samples: int) -> float:
+        resized = tree_leaves(self.placeholders(samples))
+        return float(sum(leaf.numel() * leaf.element_size() for leaf in resized if isinstance(leaf, Tensor)))
+
+    def _measured_for(self, samples: int, split: int, amp: str | None) -> _Measured:
+        if amp is not None and amp not in _AMP:
+            raise UsageError(f"amp '{amp}' is unknown; there are {', '.join(_AMP)}")
+        measured = self._measured_at(split, amp, self._sizes)
+        if not measured.is_affine or self._sizes != SIZES:
+            measured = self._measured_at(split, amp, (samples, samples))
+        return measured
+
+    def _measured_at(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
+        key = (split, amp, sizes)
+        if key not in self._measured:
+            self._measured[key] = self._measure(split, amp, sizes)
+        return self._measured[key]
+
+    def _first_measured(self) -> _Measured:
+        """Find out how the batch is resized; where the model runs on no other size, it is known as a whole."""
+        tried: dict[Any, UsageError] = {}
+        self._sizes = SIZES
+        for self._rule in RULES:
+            shapes = str([getattr(leaf, "shape", None) for leaf in tree_leaves(self.placeholders(SIZES[0]))])
+            if shapes not in tried:
+                try:
+                    return self._measure(1, None, SIZES)
+                except UsageError as error:
+                    tried[shapes] = error
+        self._rule, self._sizes, first = find_rows, (self.batch, self.batch), next(iter(tried.values()))
+        self._reason = str(first.__cause__ or first).partition("\n")[0][:200]
+        return self._measure(1, None, self._sizes)
+
+    def _measure(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
+        shadow = Shadow(self._model, self._unit_names, self.split_marks if split > 1 else ())
+        with nobody(split) as group:
+            if split > 1:
+                split_first(shadow, self.split_marks, group, self._spread)
+            shadow.listen_to(self._unit_names)
+            passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
+        groups = self._groups if hasattr(self, "_groups") else None
+        measured = _Measured(self._model, shadow, (passes[0], passes[-1]), sizes, groups)
+        self._measured[(split, amp, sizes)] = measured
+        return measured
+
+    def _rehearse(self, shadow: Shadow, samples: int, amp: str | None, backward: bool = True) -> Passed:
+        batch = self.placeholders(samples)
+        try:
+            with _unlogged():
+                return rehearse(shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward)
+        except EchelonError:
+            raise
+        except Exception as error:
+            words = (str(error).splitlines() or [""])[0].rstrip(".")
+            looks = any(sign in type(error).__name__ for sign in ("DataDependent", "DynamicOutput", "Unsupported"))
+            advice = "its forward must run on shapes alone, without looking at values" if looks else OR_ELSE
+            raise UsageError(f"'{self.name}' cannot be profiled: {type(error).__name__}: {words}; {advice}") from error
+
+    # ---- splits ----
+
+    @functools.cached_property
+    def split_marks(self) -> dict[str, Split]:
+        """What the runtime is told to split, by the modules' names; empty where nothing is worth it."""
+        like = Shadow(self._model, self._unit_names).like
+        return find_marks(self._model, like, self._attempt)
+
+    @functools.cached_property
+    def splits(self) -> int:
+        """The most devices that may share a layer."""
+        return most(self._model, self.split_marks) if self.split_marks else 1
+
+    def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> Passed:
+        shadow = Shadow(self._model, self._unit_names, marks)
+        with nobody(2) as group:
+            split_first(shadow, marks, group)
+            telling_hooks(shadow, told)
+            shadow.listen_to(self._unit_names)
+            return self._rehearse(shadow, self._sizes[0], None, backward=False)
+
+
+class _Measured:
+    """Two passes of one copy of the model, of as many samples as ``sizes`` say."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shadow: Shadow,
+        passes: tuple[Passed, Passed],
+        sizes: tuple[int, int],
+        groups: Groups | None,
+    ) -> None:
+        self._model, self.passes, self._sizes = model, passes, sizes
+        small, large = passes
+        self.groups = groups if groups is not None else group_calls(small)
+        for passed in dict.fromkeys(self.passes):
+            mark_weight_kernels(passed)
+        self._held: list[Held] = holdings(model, shadow, small, self.groups)
+        self._carried: list[list[Carried]] = [carried(passed, self.groups) for passed in self.passes]
+        self._crossings = [crossings(passed, self.groups) for passed in self.passes]
+        self._spans: list[list[Spans]] = [
+            [spans_of(passed, self.groups, index) for index in range(len(self.groups))] for passed in self.passes
+        ]
+        self.is_affine = len(small.calls) == len(large.calls) and all(map(alike, *self._spans))
+
+    def units(self, samples: int) -> tuple[Unit, ...]:
+        first, second = self._sizes
+        at = (samples - first) / (second - first) if second != first else 0.0
+        made: dict[Any, Unit] = {}
+        found = []
+        for index in range(len(self.groups)):
+            facts = self._facts(index, at)
+            key = (index == 0, identity(self.passes[0], self.groups, index), *facts.items())
+            if key not in made:
+                facts |= figures_again(self.passes, self.groups, index, at)
+                name = self.passes[0].calls[self.groups[index][0]].name
+                made[key] = unit(name, self._spans[0][index], self._spans[1][index], at, facts)
+            found.append(made[key])
+        return tuple(found)
+
+    def _facts(self, index: int, at: float) -> dict[str, float]:
+        held, few, many = self._held[index], self._carried[0][index], self._carried[1][index]
+        values = held.parameters.values()
+        sizes = [value.numel() * value.element_size() for value in values]
+        return {
+            "weights": float(sum(value.numel() for value in values)),
+            "trained": float(sum(value.numel() for value in values if value.requires_grad)),
+            "weight_bytes": float(sum(sizes)),
+            "largest_weight": float(max(sizes, default=0)),
+            "saved": between(few.saved, many.saved, at),
+            "received": between(few.received, many.received, at),
+            "output": between(few.output, many.output, at),
+            "buffers": float(sum(each.numel() * each.element_size() for each in held.buffers.values())),
+            "norm_statistics": float(held.norm_statistics),
+            "crossing": between(self._crossings[0][index], self._crossings[1][index], at),
+        }
+
+    def ties(self) -> dict[tuple[int, ...], float]:
+        """Entries that units share, by the units' indices."""
+        holders: dict[int, list[int]] = {}
+        values: dict[int, Tensor] = {}
+        for index, held in enumerate(self._held):
+            for key, value in held.parameters.items():
+                holders.setdefault(key, []).append(index)
+                values[key] = value
+        entries: dict[tuple[int, ...], float] = {}
+        for key, indices in holders.items():
+            if len(indices) > 1:
+                entries[tuple(indices)] = entries.get(tuple(indices), 0.0) + values[key].numel()
+        return entries
+
+    def parameters(self) -> tuple[tuple[str, int, str, bool, int], ...]:
+        first: dict[int, int] = {}
+        for index, held in enumerate(self._held):
+            for key in held.parameters:
+                first.setdefault(key, index)
+        return tuple(
+            (name, value.numel(), str(value.dtype).removeprefix("torch."), value.requires_grad, first[id(value)])
+            for name, value in self._model.named_parameters()
+        )
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Torch logs the traceback of what fails on shapes; here it becomes a line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,210 @@
+"""From what came and went in a unit: its peaks where weights' gradients stay, and where its module is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from echelon.planner.profile.fake_step import Call, Passed
+from echelon.planner.profile.observe import Event, Span
+
+RECENT = 2  # results that are still needed where nothing is kept: an operation's input and its output
+
+Pair = tuple[Span, Span]  # the same span of a smaller and of a larger batch
+
+
+@dataclass(frozen=True)
+class Times:
+    """A unit's spans, in order: glue and module for each of its calls, and what comes after the last unit."""
+
+    glue: tuple[Pair, ...]
+    module: tuple[Pair, ...]
+    tail: tuple[Pair, ...]
+
+
+def figures_again(
+    passes: tuple[Passed, Passed], groups: Sequence[Sequence[int]], index: int, at: float
+) -> dict[str, float]:
+    """Of one unit, what ``anatomy.Unit`` has beyond its plain passes. ``at`` 0 is the first pass, 1 the second."""
+    small, large = passes
+    calls = [(small.calls[one], large.calls[one]) for one in groups[index]]
+    is_last = index == len(groups) - 1
+    tail = ((small.tail, large.tail),) if is_last else ()
+    tail_back = ((small.tail_back, large.tail_back),) if is_last else ()
+    there = Times(
+        tuple((a.glue, b.glue) for a, b in calls), tuple((a.measured.unit, b.measured.unit) for a, b in calls), tail
+    )
+    back = Times(
+        tuple((a.glue_back, b.glue_back) for a, b in calls),
+        tuple((a.measured.unit_back, b.measured.unit_back) for a, b in calls),
+        tail_back,
+    )
+    outputs = [{number for number, _ in a.measured.outputs} for a, _ in calls]
+    return {
+        "backward_whole": peak_with_gradients(back, small.gradients, at),
+        "kept": _kept(small, large, calls, there, at),
+        "forward_again": forward_again(there, outputs, at),
+        "backward_again": backward_again(there, back, outputs, small.gradients, at, whole=False),
+        "backward_again_whole": backward_again(there, back, outputs, small.gradients, at, whole=True),
+        "deferred": deferred(there, back, small.weights, at),
+        "casts": casts(there, small.weights, at),
+    }
+
+
+def crossings(passed: Passed, groups: Sequence[Sequence[int]]) -> list[float]:
+    """Bytes of what was made before each unit and is used by it or a later one."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    sizes: dict[int, float] = {}
+    for index, group in enumerate(groups):
+        for call in (passed.calls[at] for at in group):
+            for number in call.glue.reads | {number for number, _ in call.inputs}:
+                last[number] = index
+            for number, size in call.outputs:
+                first.setdefault(number, index)
+                sizes[number] = size
+    for number in passed.tail.reads & sizes.keys():
+        last[number] = len(groups) - 1
+    return [
+        sum(size for number, size in sizes.items() if first[number] < index <= last.get(number, -1))
+        for index in range(len(groups))
+    ]
+
+
+def _kept(small: Passed, large: Passed, calls: Sequence[tuple[Call, Call]], there: Times, at: float) -> float:
+    """What goes into the module and what glue keeps, each storage once; neither weights nor the batch."""
+    found: dict[int, float] = {}
+    for a, b in calls:
+        for (number, one), (_, other) in zip(a.inputs, b.inputs, strict=True):
+            found[number] = between(one, other, at)
+    for one_span, other_span in (*there.glue, *there.tail):
+        for (number, one), other in zip(one_span.saved.items(), other_span.saved.values(), strict=True):
+            found[number] = max(found.get(number, 0.0), between(one, other, at))
+    return sum(size for number, size in found.items() if number not in small.weights and number not in small.batch)
+
+
+class Level:
+    """How many bytes there are beyond those at the beginning, and the most there were."""
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+        self.now = self.peak = 0.0
+        self._begun = False
+
+    def play(self, pairs: Iterable[Pair], stay: Collection[int] = (), without: Collection[int] = ()) -> None:
+        """Let what the spans tell come and go; storages in ``stay`` do not go, those in ``without`` do not come."""
+        for one, other in _events(pairs):
+            if one.storage in without or (one.bytes < 0 and one.storage in stay):
+                continue
+            self._begun |= one.bytes > 0
+            if self._begun:  # what is let go before belongs to the unit before
+                self.now += between(one.bytes, other.bytes, self._at)
+                if not one.late:
+                    self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.now)
+
+    def play_unkept(self, pair: Pair, outputs: Collection[int]) -> None:
+        """A module whose results nobody keeps: each is gone soon after it was used, but for its outputs."""
+        kept = pair[0].saved
+        entered = self.now
+        sizes: dict[int, float] = {}
+        recent: list[int] = []
+        for one, other in _events([pair]):
+            size = between(one.bytes, other.bytes, self._at)
+            if one.bytes > 0:
+                sizes[one.storage] = size
+                recent = [*recent, one.storage][-RECENT:] if one.storage in kept else recent
+            else:
+                sizes.pop(one.storage, None)
+            alive = [number for number in sizes if number not in kept or number in recent or number in outputs]
+            self.peak = max(self.peak, entered + sum(sizes[number] for number in alive))
+        self.now = entered + sum(size for number, size in sizes.items() if number in outputs)
+
+
+def between(one: float, other: float, at: float) -> float:
+    return one + (other - one) * at
+
+
+def _events(pairs: Iterable[Pair]) -> Iterator[tuple[Event, Event]]:
+    for small, large in pairs:
+        yield from zip(small.events, large.events, strict=True)
+
+
+def peak_with_gradients(back: Times, gradients: Collection[int], at: float) -> float:
+    """The most in backward where gradients of weights stay."""
+    level = Level(at)
+    level.play(_way_back(back), stay=gradients)
+    return level.peak
+
+
+def _way_back(back: Times) -> Iterator[Pair]:
+    yield from back.tail
+    for module, glue in zip(reversed(back.module), reversed(back.glue), strict=True):
+        yield module
+        yield glue
+
+
+# ---- recomputed ----
+
+
+def forward_again(there: Times, outputs: Sequence[Collection[int]], at: float) -> float:
+    """The most in forward where the module keeps nothing inside it."""
+    level = Level(at)
+    for glue, module, made in zip(there.glue, there.module, outputs, strict=True):
+        level.play([glue])
+        level.play_unkept(module, made)
+    level.play(there.tail)
+    return level.peak
+
+
+def backward_again(
+    there: Times, back: Times, outputs: Sequence[Collection[int]], gradients: Collection[int], at: float, whole: bool
+) -> float:
+    """The most in backward where a module runs again before its own way back. ``whole``: gradients of weights stay."""
+    stay, without = (gradients, ()) if whole else ((), gradients)
+    level = Level(at)
+    level.play(back.tail, stay, without)
+    calls = zip(there.module, back.module, back.glue, outputs, strict=True)
+    for module, module_back, glue_back, made in reversed(list(calls)):
+        # It ends where the last of what was kept is there again; what it hands on was kept by others, if at all.
+        level.play([module], without=[number for number in made if number not in module[0].saved])
+        level.play([module_back, glue_back], stay, without)
+    return level.peak
+
+
+def deferred(there: Times, back: Times, weights: Collection[int], at: float) -> float:
+    """What kernels read that make gradients of weights, each storage once."""
+    sizes: dict[int, float] = {}
+    pairs = (*there.glue, *there.module, *there.tail, *back.glue, *back.module, *back.tail)
+    for small, large in pairs:
+        for one, other in zip(small.events, large.events, strict=True):
+            if one.bytes > 0:
+                sizes[one.storage] = between(one.bytes, other.bytes, at)
+        for (number, one_size), other_size in zip(small.saved.items(), large.saved.values(), strict=True):
+            sizes.setdefault(number, between(one_size, other_size, at))
+    read = {
+        number
+        for small, _ in pairs
+        for launch in small.launches
+        if launch.for_weights and launch.kind in ("product", "convolution", "lookup")
+        for number in launch.read
+    }
+    return sum(sizes[number] for number in read if number in sizes and number not in weights)
+
+
+def casts(there: Times, weights: Collection[int], at: float) -> float:
+    """Copies of weights in another precision."""
+    found = 0.0
+    for small, large in (*there.glue, *there.module, *there.tail):
+        sizes = {
+            one.storage: between(one.bytes, other.bytes, at)
+            for one, other in zip(small.events, large.events, strict=True)
+            if one.bytes > 0
+        }
+        found += sum(
+            sizes.get(number, 0.0)
+            for launch in small.launches
+            if launch.kind == "copy" and len(launch.read) == 1 and launch.read[0] in weights
+            for number in launch.made
+        )
+    return found

@@ -1,0 +1,228 @@
+"""Which modules of a model the runtime should split, found by trying on placeholders.
+
+Transformer layers, attention, MoE and chains with two linear layers are split as wholes. Of other linear layers, those
+pairs are where the first by columns hands its parts to the second by rows, through whatever lies between. Words are
+split where a vocabulary is large. What would only be gathered again stays whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from echelon.base.errors import EchelonError
+from echelon.nn.moe import MoE
+from echelon.parallel.tensor import Spread, why_not
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.fake_step import Passed
+from echelon.strategy.annotations.marks import Split, within
+
+Marks = dict[str, Split]
+#: Runs the model as one of two ranks, with these marks, telling each named module's inputs to the function.
+Try = Callable[[Marks, dict[str, Callable[[Any], None]]], Passed]
+
+#: A table of fewer words costs less whole than a message.
+MANY_WORDS = 4096
+#: More devices than this share a layer nowhere.
+MOST = 64
+_COLUMN, _ROW = Split(how="column"), Split(how="row")
+_HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "kv_heads", "num_kv_heads", "nhead")
+
+
+def find_marks(model: nn.Module, like: dict[str, str], attempt: Try) -> Marks:
+    """like: units that are like an earlier one, with its name."""
+    whole = dict(_wholes(model, "", like))
+    uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    loose = {name: module for name, module in _loose(model, "", whole, like) if uses[id(module.weight)] == 1}
+    marks: Marks = {name: Split() for name in whole}
+    marks |= {name: _ROW if row else _COLUMN for name, row in _pairs(loose, attempt, marks).items()}
+    marks |= _words(model, like, marks, attempt)
+    return marks | {
+        name.replace(first, other, 1): mark
+        for other, first in like.items()
+        for name, mark in marks.items()
+        if within(name, first)
+    }
+
+
+def _is_new(name: str, like: dict[str, str]) -> bool:
+    return not any(within(name, other) for other in like)
+
+
+def _wholes(module: nn.Module, prefix: str, like: dict[str, str]) -> Iterator[tuple[str, nn.Module]]:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention, MoE)
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if not _is_new(name, like):
+            continue
+        if (isinstance(child, kinds) or _has_pair(child)) and why_not(child) is None:
+            yield name, child
+        else:
+            yield from _wholes(child, f"{name}.", like)
+
+
+def _has_pair(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Sequential):
+        return False
+    linears = [at for at, child in enumerate(module) if isinstance(child, nn.Linear)]
+    plain = all(not any(child.children()) for child in module)
+    return plain and any(_nothing_but_pointwise(module, first, second) for first, second in pairwise(linears))
+
+
+def _nothing_but_pointwise(chain: nn.Sequential, first: int, second: int) -> bool:
+    return all(not any(True for _ in chain[at].parameters()) for at in range(first + 1, second))
+
+
+def _loose(
+    module: nn.Module, prefix: str, whole: dict[str, nn.Module], like: dict[str, str]
+) -> Iterator[tuple[str, nn.Linear]]:
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if name in whole or not _is_new(name, like):
+            continue
+        if isinstance(child, nn.Linear):
+            if why_not(child) is None:
+                yield name, child
+        else:
+            yield from _loose(child, f"{name}.", whole, like)
+
+
+# ---- pairs of linear layers ----
+
+
+def _pairs(loose: dict[str, nn.Linear], attempt: Try, marks: Marks) -> dict[str, bool]:
+    """Linear layer -> whether it is one by rows."""
+    wanted = dict.fromkeys(loose, False)
+    order: list[str] = []
+    for _ in range(8):
+        fed: dict[str, bool] = {}
+        order = []
+
+        def came(name: str, x: Any, fed: dict[str, bool] = fed, order: list[str] = order) -> None:
+            order.append(name)
+            fed.setdefault(name, isinstance(x, Spread) and x.along == x.dim() - 1)
+
+        tried = {name: _ROW if row else _COLUMN for name, row in wanted.items()}
+        if not _works(attempt, marks | tried, {name: _telling(came, name) for name in wanted}):
+            return {}
+        rows = next((name for name in dict.fromkeys(order) if fed[name] and not wanted[name]), None)
+        if rows is None:
+            break
+        wanted[rows] = True
+    return _kept(list(dict.fromkeys(order)), wanted, attempt, marks)
+
+
+def _telling(came: Callable[[str, Any], None], name: str) -> Callable[[Any], None]:
+    return lambda x: came(name, x)
+
+
+def _kept(order: list[str], wanted: dict[str, bool], attempt: Try, marks: Marks) -> dict[str, bool]:
+    """Of columns up to a row, those sets that gather nothing."""
+    found: dict[str, bool] = {}
+    waiting: list[str] = []
+    for name in order:
+        waiting.append(name)
+        if wanted[name]:
+            family = [one for one in waiting if _parent(one) == _parent(name)] or waiting
+            pair = {one: wanted[one] for one in family}
+            tried = marks | {one: _ROW if row else _COLUMN for one, row in pair.items()}
+            if len(pair) > 1 and not _gathers(attempt, tried):
+                found |= pair
+            waiting = []
+    return found
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _works(attempt: Try, marks: Marks, told: dict[str, Callable[[Any], None]]) -> Passed | None:
+    try:
+        return attempt(marks, told)
+    except EchelonError:
+        return None
+
+
+def _gathers(attempt: Try, marks: Marks) -> bool:
+    """Whether something cut had to be put together again on the way."""
+    passed = _works(attempt, marks, {})
+    return passed is None or messages(passed).get("all_gather", 0) > 0
+
+
+def messages(passed: Passed) -> dict[str, int]:
+    """How many of each kind all units send forward."""
+    found: dict[str, int] = {}
+    for span in (*(span for call in passed.calls for span in (call.glue, call.measured.unit)), passed.tail):
+        for kind, _ in span.messages:
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+# ---- words ----
+
+
+def _words(model: nn.Module, like: dict[str, str], marks: Marks, attempt: Try) -> Marks:
+    """Embeddings of many words, and layers that choose among them; those that share their weight only together."""
+    modules = {name: module for name, module in model.named_modules() if name not in marks and _is_new(name, like)}
+    embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    heads = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    found: Marks = {}
+    for name, table in embeddings.items():
+        tied = [n for n, m in heads.items() if m.weight is table.weight]
+        if table.num_embeddings >= MANY_WORDS and why_not(table) is None:
+            found |= _if_it_works({name: Split(), **{each: Split() for each in tied}}, marks | found, attempt)
+    for name, head in heads.items():
+        inside = any(within(name, other) for other in (*marks, *found))
+        if head.out_features >= MANY_WORDS * 4 and not inside and why_not(head) is None:
+            found |= _if_it_works({name: Split()}, marks | found, attempt)
+    return found
+
+
+def _if_it_works(more: Marks, marks: Marks, attempt: Try) -> Marks:
+    """Logits travel in a few numbers a row, where the loss is one the runtime knows."""
+    passed = _works(attempt, marks | more, {})
+    if passed is None:
+        return {}
+    large = any(size > 16 * _rows(passed) for kind, size in passed.tail.messages if kind == "all_gather")
+    return {} if large else more
+
+
+def _rows(passed: Passed) -> float:
+    """Bytes of a number for each row of the loss, generously."""
+    return 64.0 * max((size for _, size in passed.calls[0].inputs), default=1.0) if passed.calls else 64.0
+
+
+# ---- how many ----
+
+
+def most(model: nn.Module, marks: Marks) -> int:
+    """The largest power of two that divides what the marks cut: heads, and features between two layers."""
+    return max(size for size in _powers() if all(_divides(model, name, mark, size) for name, mark in marks.items()))
+
+
+def _powers() -> list[int]:
+    return [2**power for power in range(MOST.bit_length())]
+
+
+def _divides(model: nn.Module, name: str, mark: Split, size: int) -> bool:
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Linear) and mark.how in ("column", "row"):
+        cut = module.in_features if mark.how == "row" else module.out_features
+        return cut % size == 0 and _heads_divide(model.get_submodule(_parent(name)), size)
+    parts = [module, *module.modules()]
+    return all(_heads_divide(part, size) for part in parts if isinstance(part, nn.MultiheadAttention))
+
+
+def _heads_divide(module: nn.Module, size: int) -> bool:
+    counts = [getattr(module, name, None) for name in _HEADS]
+    return all(count % size == 0 for count in counts if isinstance(count, int) and count > 0)
+
+
+def telling_hooks(shadow: Shadow, told: dict[str, Callable[[Any], None]]) -> None:
+    """Let each named module of the copy tell what it is given."""
+    for name, tell in told.items():
+        shadow.model.get_submodule(name).register_forward_pre_hook(lambda _, args, tell=tell: tell(args[0]))

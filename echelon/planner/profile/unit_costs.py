@@ -1,0 +1,344 @@
+"""From two rehearsed passes to the units of a sheet: everything is affine in the number of samples, so two tell all.
+
+Peaks are not: they are where the largest of several affine sums is. So what comes and goes is interpolated, event by
+event, and played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.plan.batch_norms import BatchNorm
+from echelon.planner.model_costs import Kernel, Message, Pass, Unit
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.fake_step import Call, Passed
+from echelon.planner.profile.observe import Event, Span
+
+Groups = Sequence[Sequence[int]]  # of calls: those of one unit
+
+
+@dataclass
+class Held:
+    """The tensors of the model that one unit needs: parameters once each, and its buffers and batch norms."""
+
+    parameters: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    norm_statistics: int = 0
+
+
+# ---- which calls are one unit ----
+
+
+def group_calls(passed: Passed) -> list[list[int]]:
+    """Calls between two calls of one unit belong together, and so do units that no cut may part."""
+    calls = passed.calls
+    last = {call.name: at for at, call in enumerate(calls)}
+    until = _bound(passed)
+    groups: list[list[int]] = []
+    reach = -1
+    for at, call in enumerate(calls):
+        if at > reach:
+            groups.append([])
+        reach = max(reach, last[call.name], until.get(at, at))
+        groups[-1].append(at)
+    return groups
+
+
+def _bound(passed: Passed) -> dict[int, int]:
+    """Call -> the last call that it must share a stage with: one that sees the random numbers that glue before it has
+    drawn, or what it has changed in place."""
+    made: dict[int, int] = {}  # a storage nobody else could make -> the call it belongs to
+    outputs = {number for call in passed.calls for number, _ in call.outputs}
+    until: dict[int, int] = {}
+    for at, call in enumerate(passed.calls):
+        seen = call.glue.reads | {number for number, _ in call.inputs}
+        for number in seen & made.keys():
+            until[made[number]] = max(until.get(made[number], at), at)
+        _spread(call.glue, made, at)
+        for number in call.glue.draws:
+            made.setdefault(number, at)
+        for place in _changed(call.measured):
+            number = call.inputs[place][0]
+            if number in outputs or number in passed.batch:
+                made[number] = at
+        for number, _ in call.outputs:
+            made.pop(number, None)
+    return until
+
+
+def _spread(glue: Span, made: dict[int, int], at: int) -> None:
+    """What glue makes of such a storage is one as well."""
+    for launch in glue.launches:
+        origins = [made[number] for number in launch.read if number in made]
+        origins += [at] if set(launch.made) & glue.draws else []
+        for number in launch.made:
+            if origins:
+                made.setdefault(number, min(origins))
+
+
+def _changed(call: Call) -> list[int]:
+    return [place for place, (number, _) in enumerate(call.inputs) if number in call.unit.writes]
+
+
+# ---- who holds what ----
+
+
+def holdings(original: nn.Module, shadow: Shadow, passed: Passed, groups: Groups) -> list[Held]:
+    """By the original's tensors (their ids), with the copy's in their place: those may be parts of them."""
+    held = [Held() for _ in groups]
+    of_call = {at: index for index, group in enumerate(groups) for at in group}
+    of_unit = {passed.calls[at].name: index for at, index in of_call.items()}
+    originals: dict[int, list[int]] = {}
+    for key, copied in shadow.stands_for.items():
+        originals.setdefault(id(copied), []).append(key)
+
+    def hold(index: int, key: int) -> None:
+        copied = shadow.stands_for[key]
+        space = held[index].parameters if isinstance(copied, nn.Parameter) else held[index].buffers
+        space[key] = copied
+
+    for index, span in _glue(passed, of_call):
+        for number in span.reads & passed.weights.keys():
+            hold(index, originals[id(passed.weights[number])][0])
+    place, found = 0, {key for one in held for key in (*one.parameters, *one.buffers)}
+    for name, value in _named_tensors(original):
+        inside = next((of_unit[prefix] for prefix in _prefixes(name) if prefix in of_unit), None)
+        if inside is not None:
+            place = min(inside + 1, len(groups) - 1)
+            hold(inside, id(value))
+        elif id(value) not in found:
+            hold(place, id(value))
+    _count_norms(original, of_unit, held)
+    return held
+
+
+def _count_norms(original: nn.Module, of_unit: dict[str, int], held: list[Held]) -> None:
+    for name, module in original.named_modules():
+        if isinstance(module, BatchNorm):
+            inside = next((of_unit[prefix] for prefix in _prefixes(f"{name}.") if prefix in of_unit), 0)
+            held[inside].norm_statistics += 2 * module.num_features + 1
+
+
+def _glue(passed: Passed, of_call: dict[int, int]) -> Iterable[tuple[int, Span]]:
+    for at, call in enumerate(passed.calls):
+        yield of_call[at], call.glue
+    yield max(of_call.values(), default=0), passed.tail
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return ["", *(".".join(parts[:end]) for end in range(1, len(parts)))]
+
+
+# ---- bytes between units ----
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes of one unit: kept for backward, coming in, and handed on."""
+
+    saved: float
+    received: float
+    output: float
+
+
+def carried(passed: Passed, groups: Groups) -> list[Carried]:
+    of_call = {at: index for index, group in enumerate(groups) for at in group}
+    makers: dict[int, int] = {}
+    sizes: dict[int, float] = {}
+    for at, call in enumerate(passed.calls):
+        for number, size in call.outputs:
+            makers.setdefault(number, of_call[at])
+            sizes[number] = size
+    saved = _saved(passed, groups, makers)
+    received = [0.0] * len(groups)
+    handed_on: list[set[int]] = [set() for _ in groups]
+    for index in range(len(groups)):
+        came = {number for number in _seen(passed, groups, index) if makers.get(number, index) < index}
+        for number in came:
+            handed_on[makers[number]].add(number)
+        received[index] = sum(sizes[number] for number in came)
+    if groups:
+        received[0] = _batch_bytes(passed, groups[0])
+        handed_on[-1] = {number for number, _ in passed.calls[groups[-1][-1]].outputs}
+    output = [sum(sizes[number] for number in numbers) for numbers in handed_on]
+    return [Carried(*each) for each in zip(saved, received, output, strict=True)]
+
+
+def _seen(passed: Passed, groups: Groups, index: int) -> set[int]:
+    """Storages that the unit and its glue read."""
+    found: set[int] = set(passed.tail.reads) if index == len(groups) - 1 else set()
+    for at in groups[index]:
+        call = passed.calls[at]
+        found |= call.glue.reads | {number for number, _ in call.inputs}
+    return found
+
+
+def _batch_bytes(passed: Passed, group: Sequence[int]) -> float:
+    inputs = {number: size for at in group for number, size in passed.calls[at].inputs}
+    return sum(size for number, size in inputs.items() if number in passed.batch)
+
+
+def _saved(passed: Passed, groups: Groups, makers: dict[int, int]) -> list[float]:
+    """Of each unit, each storage once in all: with the first unit after the one that made it, or with that one."""
+    savers: dict[int, list[int]] = {}
+    sizes: dict[int, float] = {}
+    totals = [0.0] * len(groups)
+    for index, group in enumerate(groups):
+        for at in group:
+            call = passed.calls[at]
+            inside, kept = _kept(call, passed)
+            totals[index] += inside
+            kept |= call.glue.saved
+            kept |= passed.tail.saved if index == len(groups) - 1 and at == group[-1] else {}
+            for number, size in kept.items():
+                if number not in passed.weights:
+                    savers.setdefault(number, []).append(index)
+                    sizes[number] = size
+    for number, found in savers.items():
+        later = [index for index in found if index > makers.get(number, -1)]
+        totals[(later or found)[0]] += sizes[number]
+    return totals
+
+
+def _kept(call: Call, passed: Passed) -> tuple[float, dict[int, float]]:
+    """What the unit keeps: bytes of its own, and storages that others may know: inputs and outputs."""
+    like = call.measured
+    saved = {number: size for number, size in like.unit.saved.items() if number not in passed.weights}
+    known = {number: saved[number] for number, _ in (*like.inputs, *like.outputs) if number in saved}
+    inside = sum(size for number, size in saved.items() if number not in known)
+    shared = {}
+    for old, new in ((like.inputs, call.inputs), (like.outputs, call.outputs)):
+        for (number, _), (other, _) in zip(old, new, strict=True):
+            if number in known:
+                shared[other] = known[number]
+    return inside, shared
+
+
+# ---- one unit ----
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What one unit does, forward and back, as it was in one pass."""
+
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    gradients: frozenset[int] | set[int]
+
+
+def spans_of(passed: Passed, groups: Groups, index: int) -> Spans:
+    calls = [passed.calls[at] for at in groups[index]]
+    forward = [span for call in calls for span in (call.glue, call.measured.unit)]
+    backward = [span for call in reversed(calls) for span in (call.measured.unit_back, call.glue_back)]
+    if index == len(groups) - 1:
+        forward.append(passed.tail)
+        backward.insert(0, passed.tail_back)
+    return Spans(tuple(forward), tuple(backward), passed.gradients)
+
+
+def identity(passed: Passed, groups: Groups, index: int) -> tuple[int, ...]:
+    """Equal for units that do the same."""
+    calls = [passed.calls[at] for at in groups[index]]
+    if index == len(groups) - 1 and not (passed.tail.is_quiet and passed.tail_back.is_quiet):
+        return (id(passed),)
+    return tuple(id(call.measured if call.glue.is_quiet and call.glue_back.is_quiet else call) for call in calls)
+
+
+def alike(small: Spans, large: Spans) -> bool:
+    """Whether both did the same operations, so that what is between them is known."""
+    pairs = zip((*small.forward, *small.backward), (*large.forward, *large.backward), strict=True)
+    return all(_same_steps(one, other) for one, other in pairs)
+
+
+def _same_steps(one: Span, other: Span) -> bool:
+    kinds = [launch.kind for launch in one.launches] == [launch.kind for launch in other.launches]
+    signs = [event.bytes > 0 for event in one.events] == [event.bytes > 0 for event in other.events]
+    return kinds and signs and len(one.messages) == len(other.messages)
+
+
+def unit(name: str, small: Spans, large: Spans, at: float, facts: dict[str, float]) -> Unit:
+    """``at`` 0 is as in ``small``, 1 as in ``large``."""
+    return Unit(
+        name=name,
+        forward=_pass(small.forward, large.forward, at),
+        backward=_pass(small.backward, large.backward, at),
+        again=_pass(small.forward[1::2], large.forward[1::2], at),  # every other span is glue, or the loss
+        forward_peak=_peak(small.forward, large.forward, at, set()),
+        backward_peak=_peak(small.backward, large.backward, at, small.gradients),
+        **facts,
+    )
+
+
+def between(one: float, other: float, at: float) -> float:
+    return one + (other - one) * at
+
+
+def _pass(small: Sequence[Span], large: Sequence[Span], at: float) -> Pass:
+    kernels: dict[Any, int] = {}
+    messages: dict[Any, int] = {}
+    for one, other in zip(small, large, strict=True):
+        for a, b in zip(one.launches, other.launches, strict=True):
+            shape = tuple(between(x, y, at) for x, y in zip(a.shape, b.shape, strict=True))
+            key = (a.kind, between(a.flops, b.flops, at), between(a.bytes, b.bytes, at), shape, a.dtype, a.for_weights)
+            kernels[key] = kernels.get(key, 0) + 1
+        for (kind, x), (_, y) in zip(one.messages, other.messages, strict=True):
+            message = (kind, between(x, y, at))
+            messages[message] = messages.get(message, 0) + 1
+    return Pass(
+        tuple(_kernel(key, count) for key, count in kernels.items()),
+        tuple(Message(kind, size, count) for (kind, size), count in messages.items()),
+    )
+
+
+def _kernel(key: Any, count: int) -> Kernel:
+    kind, flops, size, shape, dtype, for_weights = key
+    return Kernel(kind, flops, size, shape, dtype, count, for_weights)
+
+
+def _peak(small: Sequence[Span], large: Sequence[Span], at: float, without: Iterable[int]) -> float:
+    left_out = set(without)
+    now = peak = 0.0
+    begun = False
+    for a, b in _events(small, large):
+        if a.storage in left_out:
+            continue
+        begun |= a.bytes > 0
+        if begun:  # what is let go before belongs to the unit before
+            now += between(a.bytes, b.bytes, at)
+            peak = peak if a.late else max(peak, now)
+    return max(peak, now)
+
+
+def _events(small: Sequence[Span], large: Sequence[Span]) -> Iterable[tuple[Event, Event]]:
+    for one, other in zip(small, large, strict=True):
+        yield from zip(one.events, other.events, strict=True)
+
+
+def mark_weight_kernels(passed: Passed) -> None:
+    """Kernels whose every result becomes a weight's gradient, is cast to one, or is added to it."""
+    wanted = set(passed.gradients)
+    for span in _backwards(passed):
+        for launch in reversed(span.launches):
+            if launch.made and all(number in wanted for number in launch.made):
+                launch.for_weights = True
+                if launch.kind in ("copy", "layout") or launch.is_sum:
+                    wanted.update(launch.read)
+                if launch.is_sum:  # a real run adds to the gradient that was there, of another use of the weight
+                    passed.gradients.add(launch.read[0])
+
+
+def _backwards(passed: Passed) -> Iterable[Span]:
+    for call in passed.calls:
+        yield call.glue_back
+        yield call.unit_back
+    yield passed.tail_back

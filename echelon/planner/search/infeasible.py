@@ -1,0 +1,89 @@
+"""Where nothing fits: what lacks least, and what would do: more hosts, or devices with more memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cluster.devices import CATALOGUE
+from echelon.planner.search.answer import Choice, Nearest
+from echelon.planner.search.draft_builder import lack
+from echelon.planner.search.neighbours import too_full
+
+if TYPE_CHECKING:
+    from echelon.planner.search.search import Hunt
+
+MOST_HOSTS = 4096
+
+
+def nearest_plan(hunt: Hunt) -> Nearest | None:
+    """The plan that lacks least."""
+    if hunt.tailor.nearest is None:
+        return None
+    choice = hunt.tailor.predicted(hunt.tailor.nearest[1])
+    return Nearest(choice.draft, choice.prediction, reason(hunt, choice))
+
+
+def reason(hunt: Hunt, choice: Choice) -> str:
+    """``stage 0 needs 93 of 80 GB even with recompute, shard 3, split 8: 3 more hosts or H200 would do``."""
+    draft = choice.draft
+    means = [
+        "recompute" if any(draft.recompute) else "",
+        f"shard {draft.shard}" if draft.shard else "",
+        f"split {draft.split}" if draft.split > 1 else "",
+        f"{draft.stage} stages" if draft.stage > 1 else "",
+    ]
+    even = ", ".join(word for word in means if word)
+    cures = " or ".join(_cures(hunt, choice))
+    line = too_full(choice.prediction) + (f" even with {even}" if even else "")
+    return f"{line}: {cures} would do" if cures else line
+
+
+def _cures(hunt: Hunt, choice: Choice) -> Iterator[str]:
+    hosts = _more_hosts(hunt)
+    if hosts:
+        yield f"{hosts} more host{'s' if hosts > 1 else ''}"
+    needed = max(memory.total for memory in choice.prediction.memory)
+    device = _larger_device(hunt.cluster, needed)
+    if device:
+        yield device
+    if not hosts and not device:
+        yield f"{lack(choice):.2g} times the memory"
+
+
+def _more_hosts(hunt: Hunt) -> int | None:
+    """How many more make it fit: by doubling, then by halving the gap."""
+    there = hunt.cluster.host_count
+    high = 1
+    while not _fits_with(hunt, there + high):
+        high *= 2
+        if there + high > max(MOST_HOSTS, 4 * there):
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits_with(hunt, there + middle) else (middle, high)
+    return high
+
+
+def _fits_with(hunt: Hunt, hosts: int) -> bool:
+    """Whether the most frugal plan of some mesh fits on so many hosts."""
+    other = hunt.elsewhere(more_hosts(hunt.cluster, hosts - hunt.cluster.host_count))
+    return any(other.surely_fits(mesh) for mesh in other.largest_meshes())
+
+
+def more_hosts(cluster: Cluster, more: int) -> Cluster:
+    """Of the kind whose devices have the most memory."""
+    at = max(range(len(cluster.hosts)), key=lambda at: cluster.hosts[at][1].devices[0].memory)
+    hosts = [(count + more * (place == at), host) for place, (count, host) in enumerate(cluster.hosts)]
+    return dataclasses.replace(cluster, hosts=tuple(hosts), name="")
+
+
+def _larger_device(cluster: Cluster, needed: float) -> str | None:
+    """The smallest of the catalogue that would hold it."""
+    not_it = {"CPU", *(device.name for device in cluster.kinds)}
+    devices = (kind.device for kind in CATALOGUE.values())
+    larger = [device for device in devices if device.memory >= needed and device.name not in not_it]
+    return min(larger, key=lambda device: device.memory).name if larger else None

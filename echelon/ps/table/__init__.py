@@ -1,6 +1,0 @@
-"""Sparse tables: rows for any int64 id, and the kernels around them."""
-
-from echelon.ps.table.batches import add_rows, dedupe, expand, merge, partition
-from echelon.ps.table.table import Rows, Table
-
-__all__ = ["Rows", "Table", "add_rows", "dedupe", "expand", "merge", "partition"]

@@ -1,0 +1,262 @@
+"""Marks on a model: as scopes around its construction, or by name afterwards; and reading them back, checked.
+
+with echelon.pipeline(micro_batches=4):
+    with echelon.stage(): self.lower = Encoder(0, 12)
+    with echelon.stage(): self.upper = Encoder(12, 24)
+with echelon.split():
+    self.head = torch.nn.Linear(2048, 1_000_000)
+
+echelon.annotate(model, {"layers.0-11": stage(0), "layers.12-23": stage(1), "head": split(), "": pipeline()})
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+
+from echelon.base.config import strict
+from echelon.base.errors import UsageError, nearest
+from echelon.strategy.annotations.marks import How, Mark, NextStage, Pipeline, Replicate, ScheduleName, Split, Stage
+from echelon.strategy.annotations.scopes import is_same, refuse_nesting, tag, tags
+
+M = TypeVar("M", bound=nn.Module)
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+
+
+def replicate() -> Replicate:
+    """Keep this part whole on every device, with a batch of its own; a scope, or a mark for ``annotate``.
+
+    >>> echelon.annotate(model, {"head": echelon.split(), "encoder": echelon.replicate()})
+    """
+    return Replicate()
+
+
+def split(
+    how: How = "auto", *, gather: bool = True, sequence: bool = False, weights: Sequence[float] | None = None
+) -> Split:
+    """Cut this part's weights over the devices of a slice (tensor parallelism); a scope, or a mark for ``annotate``.
+
+    how:      "column" cuts a Linear's outputs, "row" its inputs, "sequence" leaves weights whole and cuts dimension 1
+              of the activations; "auto" does what fits the module: Linear by columns, Embedding over the vocabulary,
+              Conv2d by output channels, attention by heads, a block as a whole
+    gather:   whether each rank gets the whole output; False hands on its part as a plain tensor
+    sequence: whether a block also cuts the activations between its split layers, along dimension 1 (sequence
+              parallelism)
+    weights:  relative widths of the shards, [2, 1] for a device that is twice as fast; by default all alike
+
+    >>> with echelon.split():
+    ...     self.head = torch.nn.Linear(2048, 1_000_000)
+    >>> echelon.annotate(model, {"layers.*.up": echelon.split("column"), "layers.*.down": echelon.split("row")})
+    """
+    return Split(how=how, gather=gather, sequence=sequence, weights=_tuple(weights))
+
+
+def stage(index: int | None = None) -> Stage | NextStage:
+    """Run this part in one stage of the pipeline; a scope inside ``pipeline()``, or a mark for ``annotate``.
+
+    index: number of the stage, from 0; a scope counts by itself, and takes the next one
+
+    >>> echelon.annotate(model, {"layers.0-11": echelon.stage(0), "layers.12-23": echelon.stage(1)})
+    """
+    return NextStage() if index is None else Stage(index=index)
+
+
+def pipeline(
+    micro_batches: int = 4,
+    schedule: ScheduleName = "1f1b",
+    stages: int | None = None,
+    weights: Sequence[float] | None = None,
+    dynamic_shapes: bool = False,
+) -> Pipeline:
+    """Run the stages inside as a pipeline (pipeline parallelism); a scope around them, or the mark of the whole model.
+
+    micro_batches:  parts into which a batch is cut; more of them leave stages less idle
+    schedule:       order of forward and backward passes: "1f1b", "gpipe", "interleaved" or "zero-bubble"
+    stages:         number of stages into which a model without ``stage()`` marks is cut, by cost
+    weights:        relative speeds of the stages' devices: a faster one gets more of the model
+    dynamic_shapes: whether micro-batches differ in more than their number of samples
+
+    >>> with echelon.pipeline(micro_batches=8):
+    ...     with echelon.stage(): self.lower = Encoder(0, 12)
+    ...     with echelon.stage(): self.upper = Encoder(12, 24)
+    >>> echelon.annotate(model, {"": echelon.pipeline(stages=2)})
+    """
+    return Pipeline(
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stages=stages,
+        weights=_tuple(weights),
+        dynamic_shapes=dynamic_shapes,
+    )
+
+
+_default: Replicate | Split | None = None
+
+
+def set_default(mark: Replicate | Split | None) -> None:
+    """What parts without a mark count as; ``None`` is as at the start: replicated."""
+    global _default  # noqa: PLW0603 - one default for the process, as its name says
+    if mark is not None and not isinstance(mark, Replicate | Split):
+        raise UsageError(f"set_default({mark}): what is not marked can be replicate() or split(...), or None")
+    _default = mark
+
+
+def annotate(model: M, marks: Mapping[str, Any]) -> M:
+    """Put marks on modules by name, and return the model.
+
+    A name is a module's full name (``""`` is the model itself), with ranges of numbers (``layers.0-11``) and patterns
+    as in file names (``encoder.*.attn``). A value is a mark or a list of marks.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for pattern, given in marks.items():
+        for mark in given if isinstance(given, list | tuple) else [given]:
+            _check_mark(pattern, mark)
+            for name in _matching(pattern, modules):
+                tag(modules[name], mark, name)
+    return model
+
+
+def _check_mark(pattern: str, mark: Any) -> None:
+    if isinstance(mark, NextStage):
+        raise UsageError(f"annotate: '{pattern}' has stage() without a number; by name, say which: stage(0)")
+    if not isinstance(mark, Mark):
+        raise UsageError(
+            f"annotate: '{pattern}' has {mark!r}; expected replicate(), split(...), stage(i), pipeline(...) or a list"
+        )
+
+
+def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
+    """Names that ``pattern`` means. Each number of a range must be there."""
+    found = []
+    for each in _expanded(pattern):
+        matches = [each] if each in names else [name for name in names if fnmatchcase(name, each)]
+        if not matches:
+            raise UsageError(f"annotate: no module is called '{each}'{_nearest(each, names)}")
+        found += matches
+    return found
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """``a.0-1.b`` as ``a.0.b`` and ``a.1.b``."""
+    choices = []
+    for part in pattern.split("."):
+        span = _RANGE.fullmatch(part)
+        choices.append([str(i) for i in range(int(span[1]), int(span[2]) + 1)] if span else [part])
+        if not choices[-1]:
+            raise UsageError(f"annotate: the range {part} in '{pattern}' is empty; write the smaller number first")
+    return map(".".join, itertools.product(*choices))
+
+
+def _nearest(pattern: str, names: Mapping[str, nn.Module]) -> str:
+    parent, _, own = pattern.rpartition(".")
+    if own.isdigit() and f"{parent}.0" in names:
+        count = sum(name.rpartition(".")[0] == parent for name in names)
+        return f"; '{parent}' has 0 to {count - 1}"
+    hint = nearest(pattern.rstrip(".*"), [name for name in names if name])
+    if len(hint) < 200:
+        return hint
+    top = [name for name in names if name and "." not in name]
+    return f"; the model has {', '.join(top[:12])}{', ...' if len(top) > 12 else ''}"
+
+
+def _tuple(weights: Sequence[float] | None) -> tuple[float, ...] | None:
+    return None if weights is None else tuple(weights)
+
+
+@strict
+class Marks:
+    """All marks of one model, checked. Of nested equal marks the outermost is kept.
+
+    units:      modules that belong to a stage, and which
+    splits:     modules that are split
+    replicates: modules that are replicated by name
+    pipeline:   the plain ``Pipeline()`` where stages are marked without one
+    default:    what the rest counts as; None: replicated
+    """
+
+    units: dict[str, int]
+    splits: dict[str, Split]
+    replicates: tuple[str, ...]
+    pipeline: Pipeline | None
+    default: Replicate | Split | None
+
+    @property
+    def stages(self) -> int:
+        """How many stages are marked or asked for."""
+        if self.units:
+            return max(self.units.values()) + 1
+        return (self.pipeline.stages or 1) if self.pipeline else 1
+
+
+def collect(model: nn.Module) -> Marks:
+    """Read the marks on ``model``'s modules; a shared module counts once, under its first name."""
+    found = list(_outermost(model, "", {}, set()))
+    units = {name: mark.index for name, mark in found if isinstance(mark, Stage)}
+    pipelines = {id(mark): (name, mark) for name, mark in found if isinstance(mark, Pipeline)}
+    if len(pipelines) > 1:
+        raise UsageError(
+            f"there are {len(pipelines)} pipelines, at {_quoted(name for name, _ in pipelines.values())}: a model has "
+            "one pipeline; open one around all stages"
+        )
+    chosen = next(iter(pipelines.values()))[1] if pipelines else Pipeline() if units else None
+    _check_stages(units, chosen)
+    return Marks(
+        units=units,
+        splits={name: mark for name, mark in found if isinstance(mark, Split)},
+        replicates=tuple(name for name, mark in found if isinstance(mark, Replicate)),
+        pipeline=chosen,
+        default=_default,
+    )
+
+
+def _outermost(
+    module: nn.Module, name: str, around: dict[type[Any], tuple[str, Any]], seen: set[nn.Module]
+) -> Iterator[tuple[str, Mark]]:
+    """Every mark that the modules around do not have already; ``around`` is theirs, with the name of each."""
+    if module in seen:
+        return
+    seen.add(module)
+    inside = dict(around)
+    for mark in tags(module):
+        if any(is_same(mark, other) for _, other in around.values()):
+            continue
+        for owner, other in around.values():
+            refuse_nesting(other, mark, f"'{name}' ({mark}) is inside '{owner}' ({other})")
+        inside[type(mark)] = (name, mark)
+        yield name, mark
+    for own, child in module.named_children():
+        yield from _outermost(child, f"{name}.{own}" if name else own, inside, seen)
+
+
+def _check_stages(units: dict[str, int], chosen: Pipeline | None) -> None:
+    numbers = sorted(set(units.values()))
+    gaps = sorted(set(range(numbers[-1] + 1)) - set(numbers)) if numbers else []
+    if gaps:
+        raise UsageError(
+            f"stages {_listed(numbers)} are marked and {_listed(gaps)} is not: number stages from 0 without gaps"
+        )
+    if chosen is None:
+        return
+    if chosen.stages is not None and units:
+        raise UsageError(
+            f"{chosen} cuts the model by itself, but {len(numbers)} stages are marked; drop stages= or the stage marks"
+        )
+    if chosen.stages is None and not units:
+        raise UsageError(f"{chosen} has no stages: mark modules with stage(), or say how many: pipeline(stages=2)")
+    count = chosen.stages or len(numbers)
+    if chosen.weights is not None and count and len(chosen.weights) != count:
+        raise UsageError(f"{chosen} has {len(chosen.weights)} weights for {count} stages; give one a stage")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _quoted(names: Iterator[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)

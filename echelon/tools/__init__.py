@@ -1,0 +1,1 @@
+"""Commands beside training: doctor, verify, memory, plans, reports, benchmarks."""

@@ -1,0 +1,75 @@
+"""Figures of a GPU by kinds of kernels: parts of the bandwidth and of the peak that each kind reaches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from echelon.planner.cluster.cluster import Curve, read_curve
+from echelon.planner.cost.compute import sort_of
+from echelon.tools.bench.timing import Row
+
+Rows = dict[str, list[Row]]
+Points = dict[str, list[tuple[float, float]]]
+
+
+def gpu_figures(rows: Rows, streams: Curve, bandwidth: float, peak: dict[str, float]) -> dict[str, Any]:
+    """As entries of a bench file; of rows that an older measurement does not have, nothing."""
+    if "kinds" not in rows:
+        return {}
+    parts: dict[str, float] = {}
+    norms: Points = defaultdict(list)
+    for row in rows["kinds"]:
+        part = _stream_part(row, streams, bandwidth)
+        if row["kind"] == "batch_norm":
+            norms[row["dtype"]].append((float(row["channels"]), part))
+        else:
+            parts[f"{row['kind']} {row['dtype']}"] = part
+    return {
+        "parts": parts,
+        "batch_norms_by": _curves(norms),
+        "attentions_by": _attentions(rows, peak),
+        "convolutions_by": _convolutions(rows, peak),
+        "function": rows["functions"][0]["seconds"] / rows["functions"][0]["entries"],
+    }
+
+
+def _stream_part(row: Row, streams: Curve, bandwidth: float) -> float:
+    whole = bandwidth * read_curve(streams, row["bytes"] / row["kernels"])
+    return float(row["bytes"] / row["seconds"] / whole)
+
+
+def _attentions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
+    found: Points = defaultdict(list)
+    for row in _of(rows, "attention "):
+        _, _, positions, width = row["shape"]
+        name = f"{row['dtype']} causal" if row["causal"] else row["dtype"]
+        found[name].append((float(positions * width), row["flops"] / row["seconds"] / peak[row["dtype"]]))
+    return _curves(found)
+
+
+def _convolutions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
+    """By dtype and sort. What several of one size reach is their mean time's."""
+    found: Points = defaultdict(list)
+    for row in _of(rows, "convolutions "):
+        _, channels, _, _, size = row["shape"]
+        sort = sort_of((1, 1, 1, channels * size**2, channels))
+        found[f"{row['dtype']} {sort}".strip()].append(
+            (row["flops"], peak[row["dtype"]] * row["seconds"] / row["flops"])
+        )
+    return {name: tuple((x, 1 / slow) for x, slow in curve) for name, curve in _curves(found).items()}
+
+
+def _of(rows: Rows, prefix: str) -> list[Row]:
+    return [row for name, part in rows.items() if name.startswith(prefix) for row in part]
+
+
+def _curves(points: Points) -> dict[str, Curve]:
+    """Those of one size are one point, their mean."""
+    curves = {}
+    for name, found in points.items():
+        by_size: dict[float, list[float]] = defaultdict(list)
+        for size, value in found:
+            by_size[size].append(value)
+        curves[name] = tuple((size, sum(values) / len(values)) for size, values in sorted(by_size.items()))
+    return curves

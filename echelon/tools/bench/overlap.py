@@ -1,0 +1,83 @@
+"""A sum over ranks while they compute: how much of it computing hides, and how much slower both become."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from echelon.distributed.world import World
+from echelon.tools.bench.timing import Row
+
+_SMALL = 2**16  # numbers that are summed in the middle of computing
+_TURN, _TURNS = 0.002, 10  # seconds of computing between two sums, and how many there are
+
+
+def overlap_rows(world: World, quick: bool) -> list[Row]:
+    """On every rank: seconds of computing alone, of summing alone, and of both at once; about as long each."""
+    on_gpu = world.device.type == "cuda"
+    message = torch.zeros((2**20 if quick else 2**22) * (4 if world.backend == "nccl" else 1), device=world.device)
+    side = 2048 if on_gpu else 256
+    matrix = torch.randn(side, side, device=world.device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix)
+
+    def both(times: int) -> None:
+        work = dist.all_reduce(message, async_op=True)
+        compute(times)
+        assert work is not None
+        work.wait()
+
+    summing = _middle(world, lambda: dist.all_reduce(message))
+    times = _agreed(world, max(1, round(summing / _middle(world, lambda: compute(4)) * 4)))
+    computing = _middle(world, lambda: compute(times))
+    together = _middle(world, lambda: both(times))
+    row = {"bytes": float(message.numel() * 4), "compute": computing, "sum": summing, "both": together}
+    return [row | {"skew": _skew(world, compute)}]
+
+
+def _skew(world: World, compute: Callable[[int], None]) -> float:
+    """Seconds that a sum in the middle of computing takes longer than one by itself: ranks wait for each other, and
+    whoever carries messages for a core."""
+    small = torch.zeros(_SMALL, device=world.device)
+    calls = _agreed(world, max(1, round(_TURN / _middle(world, lambda: compute(4)) * 4)))
+
+    def by_turns(summing: bool) -> None:
+        for _ in range(_TURNS):
+            compute(calls)
+            if summing:
+                dist.all_reduce(small)
+
+    alone = _middle(world, lambda: dist.all_reduce(small))
+    return max(0.0, (_middle(world, lambda: by_turns(True)) - _middle(world, lambda: by_turns(False))) / _TURNS - alone)
+
+
+def hidden_part(row: Row) -> float:
+    """1: both took no longer than the longer of them; 0: as long as one after the other."""
+    shorter = min(row["compute"], row["sum"])
+    return float(min(1.0, max(0.0, (row["compute"] + row["sum"] - row["both"]) / shorter)))
+
+
+def _middle(world: World, doing: Callable[[], object]) -> float:
+    def once() -> float:
+        dist.barrier(world.control)
+        start = time.perf_counter()
+        doing()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        return time.perf_counter() - start
+
+    once()
+    return statistics.quantiles((once() for _ in range(15)), n=4)[0]
+
+
+def _agreed(world: World, number: int) -> int:
+    """The first rank's, on all of them."""
+    told = torch.tensor([number])
+    dist.broadcast(told, 0, group=world.control)
+    return int(told)

@@ -1,0 +1,101 @@
+"""The path of the checkpoints: room, speed, and whether all hosts see the same directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.tools.doctor.bounded_check import Facts
+
+_PIECE = 2**22
+#: Bytes written and read back, and how often a small write is waited for.
+_WHOLE, _SYNCS = 2**26, 12
+
+
+def room(directory: Path) -> Facts:
+    """Bytes and inodes that are free, and whether we may write: tried, not asked."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _scratch(directory) as path:
+        path.write_bytes(b"here")
+    found = os.statvfs(directory)
+    return {
+        "free": found.f_bavail * found.f_frsize,
+        "size": found.f_blocks * found.f_frsize,
+        "inodes": found.f_files,
+        "free_inodes": found.f_favail,
+    }
+
+
+def speeds(directory: Path) -> Facts:
+    """Bytes/s written with an fsync at the end, and read back past the cache; seconds of a small write with fsync."""
+    with _scratch(directory) as path:
+        start = time.perf_counter()
+        _write(path)
+        written = time.perf_counter() - start
+        start = time.perf_counter()
+        _read(path)
+        read = time.perf_counter() - start
+    with _scratch(directory) as path:
+        syncs = _sync_times(path)
+    return {"write": _WHOLE / written, "read": _WHOLE / read, "fsync": statistics.median(syncs)}
+
+
+def leave_mark(directory: Path, name: str) -> Facts:
+    return {"bytes": (directory / name).write_text(name, encoding="utf-8")}
+
+
+def remove_mark(directory: Path, name: str) -> Facts:
+    (directory / name).unlink(missing_ok=True)
+    return {}
+
+
+def sees_mark(directory: Path, name: str, seconds: float) -> bool:
+    """Whether what another host wrote is here; network file systems may take a while to show it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            os.scandir(directory).close()  # NFS looks again when the directory is opened
+            if (directory / name).read_text(encoding="utf-8") == name:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    path = directory / f".echelon-doctor-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path) -> None:
+    piece = os.urandom(_PIECE)  # zeros would be squeezed by some file systems
+    with path.open("wb", buffering=0) as file:
+        for _ in range(_WHOLE // _PIECE):
+            file.write(piece)
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        while file.read(_PIECE):
+            pass
+
+
+def _sync_times(path: Path) -> list[float]:
+    times = []
+    with path.open("wb", buffering=0) as file:
+        for _ in range(_SYNCS):
+            start = time.perf_counter()
+            file.write(b"x" * 4096)
+            os.fsync(file.fileno())
+            times.append(time.perf_counter() - start)
+    return times

@@ -1,0 +1,238 @@
+"""What ``echelon doctor`` runs in every rank: look, tell the first rank, and let it write the report.
+
+The first process of a host (its leader) looks at the host. Nothing here waits without a limit: in the very cases that
+this is for, others never come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from echelon.base import network
+from echelon.base.environment import DOCTOR_RESULT, RESTART_COUNT, Place, find_place
+from echelon.base.errors import PeerLost
+from echelon.tools.doctor import clock_offset, device_facts, disk
+from echelon.tools.doctor.bounded_check import FAILED, Facts, facts_of
+from echelon.tools.doctor.doctor_report import Report
+from echelon.tools.doctor.host_facts import host_facts, routes
+from echelon.tools.doctor.reachability import Doors, knock_at_all
+from echelon.tools.doctor.report_text import text_of
+from echelon.tools.doctor.store_messages import Board, open_board
+from echelon.tools.doctor.verdicts import findings, nic_findings
+
+#: Seconds: to reach the store; for the others to have imported torch; for a host to finish a step; for all of it.
+STORE, START, STEP, WHOLE = 15.0, 30.0, 60.0, 400.0
+#: Limits of single checks, and of torch.distributed: to join, and for all that is measured.
+DISK, DEVICE, JOIN, TALK = 20.0, 30.0, 20.0, 150.0
+#: A file is seen by the other hosts within so many seconds, or it is not the same directory.
+SEEN = 5.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    checkpoint: str | None
+    json: str | None
+    quick: bool
+
+
+def main() -> None:
+    asked, place = _asked(sys.argv[1:]), find_place()
+    try:
+        board = open_board(place, STORE, os.environ.get(RESTART_COUNT, "0"))
+    except PeerLost:
+        time.sleep(START)  # the first rank has its say before the launcher ends it for our failure
+        raise
+    code = Examination(asked, place, board).run()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    os._exit(code)  # a check may have left a thread that hangs
+
+
+def _asked(words: list[str]) -> Asked:
+    parser = argparse.ArgumentParser(prog="echelon doctor")
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--json")
+    parser.add_argument("--quick", action="store_true")
+    return Asked(**vars(parser.parse_args(words)))
+
+
+class Examination:
+    """The same steps on every rank; some are for leaders, and the first rank collects."""
+
+    def __init__(self, asked: Asked, place: Place, board: Board) -> None:
+        self._asked, self._place, self._board = asked, place, board
+        self._report = Report(place.world_size, asked.checkpoint, asked.quick, _where(place))
+        self._first, self._leader = place.rank == 0, place.local_rank == 0
+        self._node = place.node_rank
+
+    def run(self) -> int:
+        """The exit code: 1 on the first rank when something is wrong and nobody waits for the result in a file."""
+        self._board.put(f"rank/{self._place.rank}", self._describe())
+        if self._leader:
+            self._look_at_host()
+        self._measure_device()
+        self._talk()
+        if self._first:
+            self._conclude()
+        return self._end()
+
+    def _describe(self) -> Facts:
+        return {"node": self._node, **facts_of(partial(device_facts.describe, self._place), DEVICE)}
+
+    # The steps of a leader
+
+    def _look_at_host(self) -> None:
+        report = self._report
+        facts = host_facts()
+        report.ranks = self._board.gather("rank", range(self._place.world_size), START)
+        doors = Doors(network.nics())
+        self._board.put(f"doors/{self._node}", doors.card)
+        cards = self._board.gather("doors", self._others, STEP)
+        knocks = knock_at_all(cards)
+        facts["routes"] = facts_of(partial(self._routes, cards, knocks), STEP)
+        facts |= self._clock()
+        if self._asked.checkpoint is not None:
+            facts["disk"] = self._disk(Path(self._asked.checkpoint))
+        self._board.put(f"knocks/{self._node}", knocks)
+        self._board.put(f"host/{self._node}", facts)
+        if self._first:
+            report.hosts = self._board.gather("host", self._nodes, STEP)
+            said = self._board.gather("knocks", self._nodes, STEP)
+            report.knocks = {a: {int(b): nics for b, nics in targets.items()} for a, targets in said.items()}
+            self._board.put("looked", True)
+        self._board.get("looked", WHOLE)
+        doors.close()
+
+    @property
+    def _nodes(self) -> list[int]:
+        return sorted({int(facts["node"]) for facts in self._report.ranks.values()})
+
+    @property
+    def _others(self) -> list[int]:
+        return [node for node in self._nodes if node != self._node]
+
+    def _routes(self, cards: dict[int, Any], knocks: dict[int, dict[str, str]]) -> Facts:
+        """To the address of each host that answered us, or to the first that it has."""
+        towards = {}
+        for node, card in cards.items():
+            where = {name: address for name, (address, _) in card["where"].items()}
+            reached = [name for name, why in knocks[node].items() if not why]
+            if names := sorted(reached or where, key=lambda name: name == "lo"):
+                towards[node] = where[names[0]]
+        return {str(node): way for node, way in routes(towards).items()}
+
+    def _clock(self) -> Facts:
+        if self._first:
+            clock_offset.answer_all(self._board, self._others)
+            return {}
+        return {"clock": clock_offset.ask(self._board, self._node, STEP)}
+
+    def _disk(self, directory: Path) -> Facts:
+        found = facts_of(partial(disk.room, directory), DISK)
+        mark = f".echelon-doctor-mark-{self._place.master_port}"
+        if self._first:
+            written = facts_of(partial(disk.leave_mark, directory, mark), DISK)
+            self._board.put("mark", FAILED not in written)
+        if self._board.get("mark", STEP) and FAILED not in found:
+            found |= facts_of(lambda: {"shared": disk.sees_mark(directory, mark, SEEN)}, DISK)
+        self._board.put(f"seen/{self._node}", True)
+        if self._first:
+            self._board.gather("seen", self._nodes, STEP)
+            facts_of(partial(disk.remove_mark, directory, mark), DISK)
+        if self._asked.quick or FAILED in found:
+            return found
+        return found | facts_of(partial(disk.speeds, directory), DISK)
+
+    # The steps of every rank
+
+    def _measure_device(self) -> None:
+        if self._asked.quick:
+            return
+        self._board.get("looked", WHOLE)  # all at the same time, as in training
+        self._board.put(f"speeds/{self._place.rank}", facts_of(partial(device_facts.speeds, self._place), DEVICE))
+        if self._first:
+            for rank, facts in self._board.gather("speeds", self._report.ranks, DEVICE + STEP).items():
+                self._report.ranks[rank]["speeds"] = facts
+
+    def _talk(self) -> None:
+        """Through torch.distributed, unless it is known that this would hang."""
+        if self._first:
+            self._board.put("talk", {"why_not": self._why_not(), "ranks_of": self._ranks_of()})
+        agreed = self._board.get("talk", WHOLE) or {"why_not": "the first rank is gone"}
+        if agreed["why_not"]:
+            self._report.together = {"left_out": agreed["why_not"]}
+            return
+        from echelon.tools.doctor.rank_measurements import talk
+
+        ranks_of = {int(node): ranks for node, ranks in agreed["ranks_of"].items()}
+        found = facts_of(partial(talk, ranks_of, JOIN, self._asked.quick), JOIN + TALK)
+        self._board.put(f"talked/{self._place.rank}", found)
+        if self._first:
+            self._take(self._board.gather("talked", self._report.ranks, STEP))
+
+    def _why_not(self) -> str:
+        if self._place.world_size == 1:
+            return "there is one rank only"
+        if self._report.missing_ranks:
+            return "not all ranks are there"
+        if any(one.wrong for one in nic_findings(self._report)):
+            return "by the interfaces that were chosen it would hang"
+        return ""
+
+    def _ranks_of(self) -> dict[int, list[int]]:
+        return {node: self._report.ranks_of(node) for node in self._nodes}
+
+    def _take(self, said: dict[int, Facts]) -> None:
+        report = self._report
+        for facts in said.values():
+            report.pairs += facts.pop("pairs", [])
+        wrong = [f"rank {rank}: {facts[FAILED]}" for rank, facts in said.items() if FAILED in facts]
+        report.together = {FAILED: "; ".join(wrong[:2])} if wrong else said.get(0, {FAILED: "rank 0 has not ended"})
+
+    # The end
+
+    def _conclude(self) -> None:
+        found = findings(self._report)
+        with contextlib.suppress(BrokenPipeError):  # who reads on only wanted the first lines
+            print(text_of(self._report, found), flush=True)
+        if self._asked.json is not None:
+            _write(Path(self._asked.json), asdict(self._report) | {"findings": [asdict(one) for one in found]})
+        self._board.put("end", sum(one.wrong for one in found))
+
+    def _end(self) -> int:
+        """All hosts learn the result, by a file where the command waits for it: one that is there already."""
+        wrong = int(self._board.get("end", WHOLE) or 0)
+        self._board.put(f"gone/{self._place.rank}", True)
+        result = Path(os.environ.get(DOCTOR_RESULT, ""))
+        waits = result.is_file()
+        if waits and self._leader:
+            result.write_text(str(wrong), encoding="ascii")
+        if self._first:
+            self._board.gather("gone", self._report.ranks, STEP)
+            return 1 if wrong and not waits else 0
+        return 0
+
+
+def _where(place: Place) -> str:
+    """Where the store is, and on which interface if it is ours: a wrong one is why ranks of other hosts never come."""
+    carrier = network.interface_with(place.master_addr)
+    return f"{place.master_addr}:{place.master_port}" + (f" on {carrier}" if carrier else "")
+
+
+def _write(path: Path, values: Facts) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""All that one process of a host can tell about it before the hosts talk, each check bounded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from echelon.base import network
+from echelon.base.network import Nic
+from echelon.tools.doctor import machine
+from echelon.tools.doctor.bounded_check import Facts, facts_of
+from echelon.tools.doctor.redact import variables
+from echelon.tools.doctor.wrong_nic import Choice, Standing, gloo_choice, nccl_choice
+
+PATIENCE = 10.0
+
+
+def host_facts() -> Facts:
+    checks = {
+        "system": machine.system,
+        "versions": machine.versions,
+        "capacity": machine.capacity,
+        "limits": machine.limits,
+        "network": network_facts,
+    }
+    return {name: facts_of(check, PATIENCE) for name, check in checks.items()} | {"variables": variables(os.environ)}
+
+
+def network_facts() -> Facts:
+    nics, own = network.nics(), network.own_name_address()
+    return {
+        "own_address": own,
+        "nics": [asdict(nic) for nic in nics],
+        "choices": [asdict(gloo_choice(os.environ, nics, own)), asdict(nccl_choice(os.environ, nics))],
+        "ports": port_range(Path("/proc/sys/net/ipv4/ip_local_port_range")),
+    }
+
+
+def standing(host: Facts) -> Standing:
+    """Of a host, from the facts that it sent."""
+    found = host["network"]
+    return Standing(
+        name_of(host),
+        [Nic(**nic) for nic in found.get("nics", [])],
+        [Choice(**choice) for choice in found.get("choices", [])],
+    )
+
+
+def name_of(host: Facts) -> str:
+    return str(host["system"].get("name", "?"))
+
+
+def port_range(path: Path) -> list[int] | None:
+    """The first and the last of the ports that the kernel deals out."""
+    try:
+        first, last = path.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return [int(first), int(last)]
+
+
+def routes(addresses: dict[int, str]) -> dict[int, Facts]:
+    """To each of the other hosts: interface, gateway, and our own address on the way."""
+    table = Path("/proc/self/net/route").read_text(encoding="ascii")
+    found = {}
+    for host, address in addresses.items():
+        way = None if ":" in address else network.route_to(address, table)
+        inner = network.is_local(address)
+        found[host] = {
+            "to": address,
+            "interface": "lo" if inner else way.interface if way else None,
+            "gateway": way.gateway if way and not inner else None,
+        }
+    return found

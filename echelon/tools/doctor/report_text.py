@@ -1,0 +1,237 @@
+"""The report as a block of plain text, narrow enough to be pasted into an issue."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from echelon.tools.doctor.bounded_check import FAILED, Facts
+from echelon.tools.doctor.doctor_report import Report
+from echelon.tools.doctor.finding import Finding
+from echelon.tools.doctor.reachability import REACHED
+from echelon.tools.doctor.slowness import DISK, RANK, disk_speeds, rank_speeds, slow_hosts, slow_ones, slow_pairs
+
+WIDTH = 98
+GIB = 1024.0**3
+SLOW = "<-- slow"
+#: Pairs of ranks shown; of more, the slow ones and the first.
+_PAIRS_SHOWN = 40
+
+
+def text_of(report: Report, found: Sequence[Finding]) -> str:
+    lines = [_title(report), *_verdict(found)]
+    for node, host in report.hosts.items():
+        lines += ["", f"host {report.name(node)}", *_host_lines(report, node, host)]
+    lines += ["", *_rank_lines(report), *_reach_lines(report), "", *_together_lines(report), *_pair_lines(report)]
+    return "\n".join(line.rstrip() for line in lines).encode("ascii", "replace").decode()
+
+
+def _title(report: Report) -> str:
+    quick = ", quick" if report.quick else ""
+    hosts, ranks = _count(len(report.hosts), "host"), _count(report.world_size, "rank")
+    return f"echelon doctor, {report.when}: {hosts}, {ranks}{quick}"
+
+
+def _verdict(found: Sequence[Finding]) -> list[str]:
+    if not found:
+        return ["nothing is wrong"]
+    lines = [f"{_count(len(found), 'thing')} to look at (x: wrong; !: may be slow, or go wrong later):"]
+    for one in found:
+        lines += textwrap.wrap(one.sentence, WIDTH, initial_indent=f"  {one.mark} ", subsequent_indent="    ")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _host_lines(report: Report, node: int, host: Facts) -> list[str]:
+    lines = []
+    for name, words in _PARTS.items():
+        facts = host.get(name)
+        if facts is None:
+            continue
+        if FAILED in facts:
+            lines += _entry(name, f"failed: {facts[FAILED]}")
+            continue
+        for label, text in words(report, node, facts):
+            lines += _entry(label, text)
+    return lines
+
+
+def _entry(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"  {label:<10}", subsequent_indent=" " * 12, break_on_hyphens=False
+    )
+
+
+Entries = Iterator[tuple[str, str]]
+
+
+def _system(report: Report, node: int, facts: Facts) -> Entries:
+    container = f", in {facts['container']}" if facts["container"] else ""
+    yield "system", f"{facts['os']}, kernel {facts['kernel']}{container}"
+
+
+def _versions(report: Report, node: int, facts: Facts) -> Entries:
+    names = {"python": "Python", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
+    there = [f"{shown} {facts[name] or 'none'}" for name, shown in names.items()]
+    yield "versions", f"{', '.join(there)}, echelon {facts['echelon']} from {facts['from']}"
+
+
+def _capacity(report: Report, node: int, facts: Facts) -> Entries:
+    cores = f"{facts['cores']} cores, {facts['affinity']} by affinity, {facts['usable_cores']} usable"
+    yield "processor", f"{facts['processor']}, {cores}, load {facts['load']:.1f}"
+    available = facts["available_memory"]
+    shared = facts["shared_memory"]
+    yield (
+        "memory",
+        f"{facts['memory'] / GIB:.1f} GiB, {facts['usable_memory'] / GIB:.1f} usable, "
+        f"{'?' if available is None else f'{available / GIB:.1f}'} available; "
+        f"/dev/shm {'none' if shared is None else f'{shared / 2**20:,.0f} MB'}",
+    )
+
+
+def _limits(report: Report, node: int, facts: Facts) -> Entries:
+    names = ("nofile", "memlock", "nproc", "core")
+    words = [f"{name} {'unlimited' if facts[name] is None else facts[name]}" for name in names]
+    yield "limits", ", ".join(words) + (f"; RDMA: {', '.join(facts['rdma'])}" if facts["rdma"] else "")
+
+
+def _network(report: Report, node: int, facts: Facts) -> Entries:
+    for nic in facts["nics"]:
+        speed = f", {nic['speed']} Mb/s" if nic["speed"] else ""
+        state = "up" if nic["up"] else "down"
+        yield "nic", f"{nic['name']}: {nic['address'] or 'no IPv4 address'}, {state}, MTU {nic['mtu']}{speed}"
+    gloo, nccl = (choice["nic"] or "none" for choice in facts["choices"])
+    yield "takes", f"Gloo {gloo}, NCCL {nccl}; the host's own name is {facts['own_address'] or 'nowhere'}"
+    if facts["ports"]:
+        yield "ports", f"{facts['ports'][0]}-{facts['ports'][1]} are dealt out by the kernel"
+
+
+def _routes(report: Report, node: int, facts: Facts) -> Entries:
+    for other, way in facts.items():
+        gateway = f", gateway {way['gateway']}" if way["gateway"] else ""
+        yield "route", f"to {report.name(int(other))} ({way['to']}): {way['interface'] or 'none'}{gateway}"
+
+
+def _clock(report: Report, node: int, facts: Facts) -> Entries:
+    yield "clock", f"{facts['ahead'] * 1e3:+.2f} ms against host {report.name(0)}, +- {facts['within'] * 1e3:.2f} ms"
+
+
+def _disk(report: Report, node: int, facts: Facts) -> Entries:
+    inodes = f", {facts['free_inodes']:,} inodes free" if facts["inodes"] else ""
+    same = facts.get("shared")
+    shared = "shared or not: unknown" if same is None else "the same on all hosts" if same else "not the first host's"
+    yield "disk", f"{facts['free'] / GIB:,.1f} of {facts['size'] / GIB:,.1f} GiB free{inodes}; {shared}"
+    if "write" in facts:
+        rates = f"write {facts['write'] / 1e6:,.0f} MB/s, read {facts['read'] / 1e6:,.0f} MB/s"
+        mark = f" {SLOW}" if node in slow_ones(disk_speeds(report), DISK) else ""
+        yield "", f"{rates}, fsync {facts['fsync'] * 1e3:.2f} ms{mark}"
+
+
+def _variables(report: Report, node: int, facts: Facts) -> Entries:
+    if facts:
+        yield "variables", " ".join(f"{name}={value}" for name, value in facts.items())
+
+
+_PARTS = {
+    "system": _system,
+    "versions": _versions,
+    "capacity": _capacity,
+    "limits": _limits,
+    "network": _network,
+    "routes": _routes,
+    "clock": _clock,
+    "disk": _disk,
+    "variables": _variables,
+}
+
+
+def _rank_lines(report: Report) -> list[str]:
+    slow = slow_ones(rank_speeds(report), RANK)
+    rows = [
+        [
+            str(rank),
+            report.name(facts["node"]),
+            facts.get("device", "?"),
+            f"{facts['memory'] / GIB:.0f} GiB" if "memory" in facts else "-",
+            facts.get("capability", "-"),
+            facts.get("affinity", "?"),
+            str(facts.get("threads", "?")),
+            *_speeds(facts.get("speeds", {})),
+            SLOW if rank in slow else "",
+        ]
+        for rank, facts in sorted(report.ranks.items())
+    ]
+    return table(["rank", "host", "device", "memory", "cc", "cores", "thr", "fp32", "bf16", "GB/s", ""], rows) + (
+        [] if report.quick else ["  (fp32, bf16: TFLOP/s of a matrix product; GB/s of the device's memory)"]
+    )
+
+
+def _speeds(facts: Mapping[str, Any]) -> list[str]:
+    units = {"float32": 1e12, "bfloat16": 1e12, "memory": 1e9}
+    return [f"{facts[name] / unit:.3g}" if name in facts else "-" for name, unit in units.items()]
+
+
+def _reach_lines(report: Report) -> list[str]:
+    """From which host which interface is reached, for those where not all are."""
+    lines = []
+    for source, targets in report.knocks.items():
+        for target, answers in targets.items():
+            words = [f"{nic} {'yes' if why == REACHED else f'no ({why})'}" for nic, why in answers.items()]
+            text = f"{report.name(source)} -> {report.name(target)}: {', '.join(words)}"
+            lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
+    return ["", "reached on a fresh port, by interface", *lines] if lines else []
+
+
+def _together_lines(report: Report) -> list[str]:
+    facts = report.together
+    if FAILED in facts or "left_out" in facts:
+        words = f"failed: {facts[FAILED]}" if FAILED in facts else f"left out: {facts['left_out']}"
+        return textwrap.wrap(f"all ranks together: {words}", WIDTH, subsequent_indent="  ")
+    if "bandwidth" not in facts:
+        return [f"all ranks together: a sum is {'right' if facts.get('right') else 'WRONG'} ({facts.get('backend')})"]
+    rates = f"{facts['latency'] * 1e6:,.0f} us, {facts['bandwidth'] / 1e6:,.0f} MB/s on each link"
+    return [f"all ranks together, sum ({facts['backend']}): {rates}"]
+
+
+def _pair_lines(report: Report) -> list[str]:
+    between = report.between()
+    hosts = slow_hosts(report).keys()
+    slow = {pair for pair in between if hosts & {report.ranks[rank]["node"] for rank in pair}} | {*slow_pairs(report)}
+    shown = sorted(between, key=lambda pair: (pair not in slow, pair))[:_PAIRS_SHOWN]
+    rows = [_pair_row(report, pair, row, "") for pair, row in sorted(report.within().items())]
+    rows += [_pair_row(report, pair, between[pair], SLOW if pair in slow else "") for pair in sorted(shown)]
+    if not rows:
+        return []
+    more = [f"  and {len(between) - len(shown)} pairs more"] if len(between) > len(shown) else []
+    if late := report.together.get("planned", 0) - len(report.pairs):
+        more.append(f"  {late} pairs were not measured, as that took too long")
+    return ["", *table(["ranks", "hosts", "latency", "bandwidth", ""], rows), *more]
+
+
+def _pair_row(report: Report, pair: tuple[int, int], row: Facts, mark: str) -> list[str]:
+    a, b = (report.name(report.ranks[rank]["node"]) for rank in pair)
+    hosts = f"within {a}" if a == b else f"{a} - {b}"
+    return [
+        f"{pair[0]}-{pair[1]}",
+        hosts,
+        f"{row['latency'] * 1e6:,.0f} us",
+        f"{row['bandwidth'] / 1e6:,.0f} MB/s",
+        mark,
+    ]
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Columns as wide as their widest entry, the widest of them cut where the line would be too long."""
+    cells = [header, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    excess = sum(widths) + 2 * len(widths) - WIDTH
+    if excess > 0:
+        widest = widths.index(max(widths))
+        widths[widest] = max(8, widths[widest] - excess)
+    return [
+        "  " + "  ".join(f"{cell[:width]:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells
+    ]

@@ -1,0 +1,142 @@
+"""What every rank of a job holds: its peak, the moment of it, and every module's part; and what would save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from echelon.base.errors import UsageError
+from echelon.observability.runlog.rank_names import place_in_words
+from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes, Saving
+from echelon.planner.profile.named_optimizers import named_optimizer
+from echelon.planner.profile.optimizer_state import Given
+from echelon.planner.profile.profile import Profile
+from echelon.tools.memory_profile.describe import how_in_words
+from echelon.tools.memory_profile.peak import Peaks, Place, Spread, in_flight, samples_of
+from echelon.tools.memory_profile.saved_activations import LOSS, Kept, kept_by_stage
+from echelon.tools.memory_profile.suggestions import alternatives
+from echelon.tools.memory_profile.training_job import Job, Optimizers
+
+#: What is in no module of its own.
+REST = "(model)"
+
+
+def find_footprint(profile: Profile, job: Job, optimizer: Given | str) -> Footprint:
+    """Of such a job. ``optimizer``: the model's own, or the name of one (see ``named_optimizers.NAMED``).
+
+    It is that of the fullest rank; where ranks differ, ``each`` has them all.
+    """
+    optimizers = _named(optimizer, profile.model)
+    peaks = Peaks(profile, optimizers)
+    spread = peaks.spread(job)
+    kept = kept_by_stage(spread.profile, spread.plan, samples_of(spread.draft))
+    found = [_of_place(spread, place, kept) for place in spread.places]
+    found.sort(key=lambda one: one.ranks)
+    savings, refused = _savings(peaks, job, spread, optimizers)
+    most = max(found, key=lambda one: one.peak)
+    return dataclasses.replace(
+        most,
+        how=how_in_words(job, spread.plan),
+        savings=savings,
+        notes=(*_notes(spread), *refused),
+        each=tuple(found) if len(found) > 1 else (),
+    )
+
+
+def _named(given: Given | str, model: nn.Module) -> Optimizers:
+    if isinstance(given, str):
+        return {"main": named_optimizer(given, model.parameters())}
+    if isinstance(given, torch.optim.Optimizer):
+        return {"main": given}
+    return dict(given) if isinstance(given, Mapping) else {str(at): each for at, each in enumerate(given)}
+
+
+def _of_place(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Footprint:
+    return Footprint(
+        peak=place.peak,
+        moment=place.moment,
+        kinds=place.kinds,
+        modules=tuple(_rows(spread, place, kept)),
+        savings=(),
+        measured=False,
+        ranks=place.ranks,
+        place=place_in_words(place.grids[0].at, spread.plan.mesh, spread.draft.stages),
+    )
+
+
+def _rows(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Iterator[ModuleBytes]:
+    """Every unit, and every module outside of units that has anything, in the model's order."""
+    units = [name for members in spread.profile.members for name in members if name]
+    found: dict[str, ModuleBytes] = {}
+
+    def add(name: str, **sizes: int) -> None:
+        row = name if name == LOSS else next((unit for unit in units if _inside(name, unit)), name) or REST
+        before = found.get(row) or ModuleBytes(row, 0, 0, 0, 0, 0)
+        found[row] = dataclasses.replace(before, **{kind: getattr(before, kind) + of for kind, of in sizes.items()})
+
+    for name, held in place.holding.parameters.items():
+        owner = name.rpartition(".")[0]
+        add(owner, parameters=held.parameters, gradients=held.gradients, optimizer=held.optimizer)
+    for name, size in place.holding.buffers.items():
+        add(name.rpartition(".")[0], buffers=size)
+    parts = spread.samples / samples_of(spread.draft)
+    for stage, count in _counts(spread, place, kept).items():
+        for name, size in kept[stage].made.items():
+            add(name, activations=count * size)
+        for name, size in kept[stage].given.items():
+            add(name, activations=round(parts * size))
+    order = [*dict.fromkeys(next((u for u in units if _inside(n, u)), n) or REST for n in _modules(spread)), LOSS]
+    return (found[name] for name in order if name in found and any(dataclasses.astuple(found[name])[1:]))
+
+
+def _counts(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> dict[int, int]:
+    sizes = {stage: one.made.total() for stage, one in kept.items()}
+    return in_flight(spread.draft, place.grids[0].at["stage"], sizes)
+
+
+def _inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _modules(spread: Spread) -> Iterator[str]:
+    return (name for name, _ in spread.profile.model.named_modules())
+
+
+def _savings(peaks: Peaks, job: Job, spread: Spread, optimizers: Optimizers) -> tuple[tuple[Saving, ...], list[str]]:
+    """What would lower the peak of the fullest rank; and what cannot be had here, with the reason."""
+    found, refused = [], []
+    for what, other in alternatives(job, spread.plan, optimizers):
+        if isinstance(other, str):
+            refused.append(f"{what} is left out: {other}")
+            continue
+        try:
+            lower = spread.peak - peaks.spread(other).peak
+        except UsageError as error:  # of this model no such plan can be made
+            refused.append(f"{what} is left out: {str(error).partition('; ')[0]}")
+            continue
+        if lower > 0:
+            found.append(Saving(what, lower))
+    return tuple(sorted(found, key=lambda saving: -saving.bytes)), refused
+
+
+def _notes(spread: Spread) -> Iterator[str]:
+    """What is not told."""
+    plan, draft = spread.plan, spread.draft
+    if plan.offload or (plan.shard is not None and plan.shard.offload):
+        yield "what offload moves to host memory is counted here as if it stayed on the device"
+    if plan.lean is not None and plan.lean.state != "device" and spread.profile.device == "cuda":
+        yield "lean moves remainders and moments to host memory where the device has no room; here all are on it"
+    if len({place.holding.total("parameters") for place in spread.places}) > draft.stage and draft.split > 1:
+        yield "the parts of a split differ: activations and the peak are reckoned for the first rank's"
+    if spread.rough:
+        yield "several modules are recomputed together: the peak is rough, within some 20 %"
+    if any(isinstance(module, nn.LSTM) for module in spread.profile.model.modules()):
+        yield (
+            "LSTM layers keep more than is counted: what the library's kernels keep for backward is known to them "
+            "alone, and is several times the layer's output"
+        )
+    if plan.local is not None or plan.dgc is not None:
+        yield "what LocalSGD and DGC keep beside the weights is in 'exchange', as plans count it"

@@ -1,0 +1,80 @@
+"""The stand-in for the engine of a script whose footprint is asked for: it answers at the first batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from echelon.base.config import build
+from echelon.base.errors import EchelonError, UsageError
+from echelon.plan import Plan
+from echelon.planner.apply.auto import find_saved, refuse_company
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.profile.profile import Profile
+from echelon.strategy import Strategy
+from echelon.strategy.annotations.annotate import collect
+from echelon.strategy.annotations.slices import Slices, current
+from echelon.tools.memory_profile.footprint import find_footprint
+from echelon.tools.memory_profile.memory_options import Asked
+from echelon.tools.memory_profile.training_job import Job
+from echelon.tools.plan_report.model_source import profile_model
+from echelon.tools.plan_report.planning_engine import PlanningEngine
+
+
+class FootprintEngine(PlanningEngine):
+    """The stand-in for the engine of a script whose footprint is asked for."""
+
+    def __init__(
+        self,
+        question: dict[str, Any],
+        model: nn.Module,
+        optimizer: Any,
+        loss: Any,
+        scheduler: Any = None,
+        strategy: Strategy | None = None,
+        plan: Plan | SavedPlan | str | Path | None = None,
+        cluster: Slices | None = None,
+    ) -> None:
+        self._strategy, self._plan, self._slices = strategy or Strategy(), plan, cluster or current()
+        self._marks = collect(model)
+        super().__init__(question, model, optimizer, loss, scheduler)
+
+    def _look_at(self, batch: Any) -> NoReturn:
+        self._refuse_tables()
+        try:
+            asked = build(Asked, self._question["footprint"], "asked")
+            cluster = Cluster.parse(asked.cluster)
+            profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
+            job = self._job(asked, profile)
+            found = find_footprint(profile, job, asked.optimizer or self._optimizer)
+            found = replace(found, notes=(*asked.remark(job), *found.notes))
+        except EchelonError as error:
+            self._answer({"error": str(error)})
+        title = f"{profile.name}, {asked.optimizer or type(self._first).__name__}"
+        self._answer({"title": title, "footprint": found.to_json()})
+
+    def _job(self, asked: Asked, profile: Profile) -> Job:
+        saved = SavedPlan.load(asked.plan) if asked.plan is not None else find_saved(self._plan)
+        if saved is not None:
+            refuse_company(self._strategy, self._marks, None, served=False, planned=True)
+            saved.check_model(self._model)
+            return asked.by_plan(saved)
+        if self._strategy.auto:
+            raise UsageError(
+                "the script leaves its plan to auto, which finds it on the devices that are there; save one with "
+                f"'echelon plan {asked.model} --save plan.json' and give it as --plan plan.json"
+            )
+        if isinstance(self._plan, Plan):
+            raise UsageError("the script gives distribute() a Plan made for a number of ranks; give it as strategy= "
+                             "and marks, or as a saved plan, to look at")  # fmt: skip
+        return asked.job(profile, self._strategy, self._marks, self._slices)
+
+    @property
+    def _first(self) -> Any:
+        given = self._optimizer
+        listed = list(given.values()) if hasattr(given, "values") else given
+        return listed[0] if isinstance(listed, list | tuple) else listed

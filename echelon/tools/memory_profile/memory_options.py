@@ -1,0 +1,150 @@
+"""Asked: the words of ``echelon memory`` as data, checked; a script's child process is given them as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Literal
+
+import torch
+
+from echelon.base.config import require, strict
+from echelon.base.errors import UsageError
+from echelon.plan.axes import find_axes
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.profile.profile import Profile
+from echelon.strategy import Shard, Strategy
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.marks import Pipeline, ScheduleName
+from echelon.strategy.annotations.slices import Slices
+from echelon.tools.memory_profile.training_job import Job
+
+#: What a job is made for where nobody names a cluster: any GPU, or any CPU, has the same kernels.
+CLUSTERS = {"cuda": "1xH100", "cpu": "1xCPU"}
+#: More processes than this make up one copy of a model only where a cluster says so.
+MOST = 64
+
+
+@strict
+class Asked:
+    """What is None is as the script has it, or as it is by default.
+
+    model: as ``echelon plan`` takes it; batch: samples of each replica; amp: "off" overrules a script
+    """
+
+    model: str
+    procs: int | None = None
+    batch: int | None = None
+    device: Literal["cpu", "cuda"] | None = None
+    optimizer: str | None = None
+    amp: Literal["bf16", "fp16", "off"] | None = None
+    recompute: bool | None = None
+    shard: Literal[0, 1, 2, 3] | None = None
+    merge: int | None = None
+    lean: bool | None = None
+    stages: int | None = None
+    split: int | None = None
+    micro_batches: int | None = None
+    schedule: ScheduleName | None = None
+    plan: str | None = None
+    input: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("procs", "batch", "stages", "split", "micro_batches", "merge"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, self, name, "1 or more")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def cluster(self) -> str:
+        return CLUSTERS[self.device or ("cuda" if torch.cuda.is_available() else "cpu")]
+
+    def by_plan(self, saved: SavedPlan) -> Job:
+        """To train by a plan that says everything itself."""
+        names = ("amp", "recompute", "shard", "merge", "lean", "stages", "split", "micro_batches", "schedule")
+        beside = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        if beside:
+            raise UsageError(f"the plan says how to train, and {', '.join(beside)} too; leave {beside[0]} or it out")
+        if self.procs not in (None, saved.draft.ranks):
+            raise UsageError(f"the plan is for {saved.draft.ranks} processes ({saved.draft}), not {self.procs}")
+        return Job.of(saved, self.batch)
+
+    def job(
+        self,
+        profile: Profile,
+        strategy: Strategy | None = None,
+        marks: Marks | None = None,
+        slices: Slices | None = None,
+    ) -> Job:
+        """For the profile's batch, where the command names no other; the rest is the script's."""
+        asked = self._strategy(strategy or Strategy())
+        if self.stages or self.split or self.micro_batches or self.schedule:
+            if marks is not None and (marks.units or marks.splits or marks.pipeline):
+                raise UsageError("the script's model has marks that say what is split and staged; leave --stages, "
+                                 "--split, --micro-batches and --schedule out, or the marks")  # fmt: skip
+            marks, slices = self._marks(profile)
+        samples = profile.batch if self.batch is None else self.batch
+        procs = self.procs or _fewest(asked, marks, slices)
+        return Job(samples=samples, procs=procs, strategy=asked, marks=marks, slices=slices)
+
+    def remark(self, job: Job) -> tuple[str, ...]:
+        """Where nobody has said how many processes there are."""
+        if self.procs is not None or self.plan is not None or job.procs == 1:
+            return ()
+        return (f"{job.procs} processes are the fewest for this; --procs says how many there will be",)
+
+    def _strategy(self, own: Strategy) -> Strategy:
+        changes: dict[str, Any] = {}
+        if self.amp is not None:
+            changes["amp"] = False if self.amp == "off" else self.amp
+        if self.recompute is not None and self.recompute != (own.recompute is not None):
+            changes["recompute"] = self.recompute or None
+        if self.shard is not None:
+            changes["shard"] = Shard(level=self.shard) if self.shard else None
+        if self.merge is not None:
+            changes["gradient_merge"] = self.merge
+        if self.lean is not None:
+            changes["lean"] = self.lean or None
+        return dataclasses.replace(own, **changes)
+
+    def _marks(self, profile: Profile) -> tuple[Marks, Slices]:
+        """What is split is what plans would split."""
+        stages, across = self.stages or 1, self.split or 1
+        if across > 1 and across > profile.splits:
+            raise UsageError(f"--split {across}: {_unsplit(profile)}")
+        count, schedule = self.micro_batches or (4 if stages > 1 else 1), self.schedule or "1f1b"
+        staged = Pipeline(micro_batches=count, schedule=schedule, stages=stages) if stages > 1 or count > 1 else None
+        splits = dict(profile.split_marks) if across > 1 else {}
+        marks = Marks(units={}, splits=splits, replicates=(), pipeline=staged, default=None)
+        return marks, Slices(average=_along(marks) * across)
+
+
+def _unsplit(profile: Profile) -> str:
+    name, count = profile.name, profile.splits
+    if count > 1:
+        return f"layers of '{name}' can be cut in at most {count}; take fewer, or mark modules with split()"
+    return f"'{name}' has no layers that plans split by themselves; mark modules with split(), or leave --split out"
+
+
+def _along(marks: Marks) -> int:
+    """Ranks along the stage axis, the most that the stages can be dealt out to."""
+    if marks.stages == 1:
+        return 1
+    return find_axes(marks.stages, marks.pipeline, False, None, marks.stages).get("stage", 1)
+
+
+def _fewest(strategy: Strategy, marks: Marks | None, slices: Slices | None) -> int:
+    """Processes with which all that is asked for means something: one copy of the model, or two to share it out."""
+    copies = 2 if strategy.shard else 1
+    if marks is None or not (marks.splits or marks.stages > 1):
+        return copies
+    if slices is not None and slices.specific is not None:
+        return sum(map(len, slices.specific))
+    size = slices.slice_size(1) if slices is not None and not slices.row else None
+    for ranks in [size] if size else range(2, MOST + 1):
+        with contextlib.suppress(UsageError):
+            if len(find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)) > 1:
+                return ranks * copies
+    return copies

@@ -1,0 +1,18 @@
+"""Measure the memory of a training script, which runs alone up to its first batch (plan_report/plan_script.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.tools.memory_profile.memory_options import Asked
+from echelon.tools.plan_report.plan_script import ask
+
+
+def ask_script(asked: Asked, arguments: Sequence[str]) -> dict[str, Any]:
+    """``{"title": ..., "footprint": ...}``, as JSON has it."""
+    if not Path(asked.model).is_file():
+        raise UsageError(f"MODEL: no file at '{asked.model}'")
+    return ask(asked.model, arguments, {"footprint": asked.to_dict()})

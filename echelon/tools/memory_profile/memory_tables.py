@@ -1,0 +1,128 @@
+"""A footprint as tables for people."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from echelon.base.formatting import amount, percent, size, unit_for
+from echelon.observability.runlog.rank_names import ranks_in_words
+from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes
+
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+#: What the words mean that do not say it themselves.
+NOTES = {
+    "transient": "for a moment: what computing and updating need on top",
+    "exchange": "messages under way, and what waits to be sent",
+    "buffers": "of the model, the batch, and what libraries keep",
+}
+#: Kinds of ranks whose modules are listed; of more, those of the fullest alone.
+MOST = 8
+
+
+def show(title: str, found: Footprint) -> str:
+    groups = list(_groups(found))
+    parts = [_peak(found, groups), _ranks(found, groups), *_all_modules(found), _savings(found), found.notes]
+    blocks = ["\n".join(part) for part in parts]
+    return "\n\n".join([f"{title}: {found.how}", *filter(None, blocks)])
+
+
+def _peak(found: Footprint, groups: Sequence[Sequence[Footprint]]) -> Iterator[str]:
+    fullest = next((alike for alike in groups if any(one.ranks == found.ranks for one in alike)), ())
+    where = f" on {_together(fullest)}" if len(groups) > 1 else ""
+    yield f"peak about {size(found.peak)}{where}, in {found.moment}:"
+    for kind, value in found.kinds.items():
+        if value:
+            note = f"   {NOTES[kind]}" if kind in NOTES else ""
+            yield f"  {kind:<12}{size(value):>10}{percent(value / found.peak):>8}{note}"
+
+
+# ---- ranks ----
+
+
+def _groups(found: Footprint) -> Iterator[list[Footprint]]:
+    """Ranks of one stage that hold the same, as far as it is shown."""
+    alike: dict[tuple[str, ...], list[Footprint]] = {}
+    for one in found.each:
+        alike.setdefault((_stage(one), *_cells(found, one)), []).append(one)
+    yield from alike.values()
+
+
+def _cells(found: Footprint, one: Footprint) -> list[str]:
+    _, unit = unit_for(found.peak / 10)
+    return [*(amount(value, unit) for value in (*_whole(one), one.peak)), one.moment]
+
+
+def _ranks(found: Footprint, groups: Sequence[Sequence[Footprint]]) -> Iterator[str]:
+    if len(groups) < 2:
+        return
+    named = [(_together(alike), _cells(found, alike[0])) for alike in groups]
+    title = f"by rank, {unit_for(found.peak / 10)[0]}"
+    width = max(len(title), *(len(name) for name, _ in named))
+    yield f"{title:<{width}}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak")) + "  in"
+    for name, cells in named:
+        yield f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}"
+
+
+def _stage(one: Footprint) -> str:
+    return one.place.partition(", ")[0] if one.place.startswith("stage") else ""
+
+
+def _together(alike: Sequence[Footprint]) -> str:
+    """``stage 0: ranks 0 and 2``, whatever their part of a split."""
+    ranks = ranks_in_words(sorted(rank for one in alike for rank in one.ranks))
+    place = alike[0].place if len(alike) == 1 else _stage(alike[0])
+    return f"{place}: {ranks}" if place else ranks
+
+
+# ---- modules ----
+
+
+def _all_modules(found: Footprint) -> Iterator[Iterator[str]]:
+    """A table for each kind of rank; ranks of which only bytes differ that nobody sees have one table."""
+    kinds: dict[tuple[str, ...], list[Footprint]] = {}
+    every = found.each or (found,)
+    unit = unit_for(max(max(_whole(one)) for one in every) / 10)
+    for one in every:
+        kinds.setdefault(tuple(_modules(one, "", unit)), []).append(one)
+    if len(kinds) > MOST:
+        yield _modules(found, f", {_together([found])}", unit)
+        return
+    for alike in kinds.values():
+        yield _modules(alike[0], f", {_together(alike)}" if len(kinds) > 1 else "", unit)
+
+
+def _whole(found: Footprint) -> list[int]:
+    return [sum(getattr(row, column) for row in found.modules) for column in COLUMNS]
+
+
+def _modules(found: Footprint, whose: str, of: tuple[str, float]) -> Iterator[str]:
+    """Neighbours that hold the same are one line."""
+    named = [(_names(alike), alike[0]) for alike in _alike(found.modules)]
+    whole, (word, unit) = _whole(found), of
+    title = f"by module{whose}, {word}"
+    width = max([len(name) for name, _ in named] + [len("all of it"), len(title)])
+    yield f"{title:<{width}}" + "".join(f"{column:>13}" for column in COLUMNS)
+    for name, row in named:
+        yield f"{name:<{width}}" + "".join(f"{amount(getattr(row, column), unit):>13}" for column in COLUMNS)
+    yield f"{'all of it':<{width}}" + "".join(f"{amount(value, unit):>13}" for value in whole)
+
+
+def _alike(rows: Sequence[ModuleBytes]) -> list[list[ModuleBytes]]:
+    grouped = itertools.groupby(rows, key=lambda row: [getattr(row, column) for column in COLUMNS])
+    return [list(alike) for _, alike in grouped]
+
+
+def _names(rows: Sequence[ModuleBytes]) -> str:
+    if len(rows) == 1:
+        return rows[0].name
+    return f"{rows[0].name} .. {rows[-1].name}, each of {len(rows)}"
+
+
+def _savings(found: Footprint) -> Iterator[str]:
+    if not found.savings:
+        yield "none of recompute, amp, shard, lean and a smaller batch would lower the peak"
+        return
+    yield "the peak would be lower with"
+    for saving in found.savings:
+        yield f"  {saving.what:<12}by {size(saving.bytes)} ({percent(saving.bytes / found.peak)})"

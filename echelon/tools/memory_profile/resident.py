@@ -1,0 +1,154 @@
+"""What each rank of a plan holds between two steps, parameter by parameter, to the byte.
+
+Nothing is reckoned here: stages are those of the recording, parts of split layers are made by the runtime's own split
+(on a copy without contents), shards by its own cut, and the optimizer takes a step on tensors of such shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.process_groups import Groups
+from echelon.engine.parallelize import hosted_stages, on_several_places
+from echelon.engine.replace_optimizers import successors
+from echelon.parallel.zero.rows import Cut, cut_all
+from echelon.plan import Plan
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.fake_split import nobody, split_first
+from echelon.planner.profile.optimizer_state import Known, Owners, owners, state_bytes
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Bytes of one parameter on one rank. gradients: those that are there until the next backward makes new ones;
+    whole: of the gradient that backward makes, before it is shared out"""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    whole: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """What a rank holds: of every parameter by name, and bytes of its buffers by name."""
+
+    parameters: dict[str, Held]
+    buffers: dict[str, int]
+
+    def total(self, kind: str) -> int:
+        return sum(getattr(held, kind) for held in self.parameters.values())
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest gradient."""
+        return max((held.whole for held in self.parameters.values()), default=0)
+
+
+class Holdings:
+    """Of all ranks of plans of one model."""
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._known: Known = {}
+        self._successors: dict[Any, Owners] = {}
+        self._part = functools.cache(self._part_of)
+
+    def of(self, plan: Plan) -> Iterator[tuple[list[Grid], Holding]]:
+        """For each place along stage and split: the ranks that hold the same, and what that is."""
+        stepping = self._stepping(plan)
+        places: dict[tuple[int, int], list[Grid]] = {}
+        for rank in range(plan.ranks):
+            grid = Grid(plan.mesh, plan.order, rank, Groups("gloo"))  # none of its groups is ever made
+            places.setdefault((grid.at["stage"], grid.at["split"]), []).append(grid)
+        for (_, split), replicas in places.items():
+            size = plan.mesh.get("split", 1)
+            shapes, buffers = self._part(tuple(plan.splits.items()), split, size, plan.spread)
+            yield from self._replicas(plan, replicas, shapes, buffers, stepping)
+
+    def _replicas(
+        self, plan: Plan, replicas: list[Grid], shapes: Shapes, buffers: Mapping[str, int], stepping: Owners
+    ) -> Iterator[tuple[list[Grid], Holding]]:
+        here = _names_here(plan, replicas[0])
+        mine = {name: shape for name, shape in shapes.items() if here is None or name in here}
+        own_buffers = {name: size for name, size in buffers.items() if here is None or name in here}
+        cuts = self._cuts(plan, replicas[0], mine)
+        alike: dict[Any, list[Grid]] = {}
+        for grid in replicas:
+            parts = {name: cut.part_shape(grid.index("replicate")) for name, cut in cuts.items()}
+            alike.setdefault(tuple(parts.items()), []).append(grid)
+        for parts, grids in alike.items():
+            given = dict(self._model.named_parameters())
+            of_parts = dict(parts)
+            held = {
+                name: self._held(plan, given[name], shape, of_parts.get(name, shape), stepping)
+                for name, shape in mine.items()
+            }
+            yield grids, Holding(held, own_buffers)
+
+    def _cuts(self, plan: Plan, grid: Grid, mine: Shapes) -> dict[str, Cut]:
+        if plan.shard is None:
+            return {}
+        owned, given = owners(self._optimizers), dict(self._model.named_parameters())
+        chosen = {name: shape for name, shape in mine.items() if plan.shard.level == 3 or id(given[name]) in owned}
+        return cut_all(chosen, grid.size("replicate"), on_several_places(plan, grid))
+
+    def _held(
+        self, plan: Plan, parameter: nn.Parameter, shape: tuple[int, ...], part: tuple[int, ...], stepping: Owners
+    ) -> Held:
+        entries, size = math.prod(shape), parameter.element_size()
+        trained = parameter.requires_grad
+        if plan.lean is not None and trained:  # each gradient is let go when it has been applied
+            return Held(2 * entries, 0, lean_bytes(shape), 2 * entries)
+        here = math.prod(part) * size
+        kept = here if plan.shard is not None and plan.shard.level == 3 else entries * size
+        state = state_bytes(stepping, parameter, part, self._known)
+        return Held(kept, here * trained, state, entries * size * trained)
+
+    def _stepping(self, plan: Plan) -> Owners:
+        """The optimizers that take the steps: LARS and LAMB may do it for those that were given."""
+        key = (plan.lars, plan.lamb)
+        if key not in self._successors:
+            named = dict(self._model.named_parameters())
+            given = successors(plan, self._optimizers, named, None) if any(key) else self._optimizers
+            self._successors[key] = owners(given)
+        return self._successors[key]
+
+    def _part_of(
+        self, splits: tuple[tuple[str, Any], ...], rank: int, size: int, spread: bool
+    ) -> tuple[Shapes, Mapping[str, int]]:
+        """Shapes of the parameters and bytes of the buffers at one place of a split."""
+        model = self._model
+        if splits and size > 1:
+            shadow = Shadow(model, [])
+            with nobody(size) as group:
+                split_first(shadow, dict(splits), group, spread, rank)
+            model = shadow.model
+        shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+        return shapes, {name: value.numel() * value.element_size() for name, value in model.named_buffers()}
+
+
+def lean_bytes(shape: Sequence[int]) -> int:
+    """Remainder and moments of a lean parameter."""
+    from echelon.parallel.low_memory.state_placement import on_device
+
+    kept = on_device(torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))
+    return sum(value.numel() * value.element_size() for value in kept.tensors() if value is not None)
+
+
+def _names_here(plan: Plan, grid: Grid) -> set[str] | None:
+    """Parameters and buffers that the stages of a rank need; None: all."""
+    if plan.stages is None:
+        return None
+    mine = hosted_stages(plan.stages, grid)
+    return {name for name, stages in plan.stages.holders.items() if not set(stages).isdisjoint(mine)}

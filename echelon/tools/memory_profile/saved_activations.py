@@ -1,0 +1,198 @@
+"""What each module keeps for backward, found by a forward pass on placeholders: every storage once, weights never.
+
+What is kept belongs to the innermost module that runs when autograd keeps it; to the loss where none does. In a
+pipeline it belongs to a stage too: that of the unit that runs, and between two units that of the next, where such code
+runs. A storage that two stages keep is there on both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.process_groups import Groups
+from echelon.engine.parallelize import recomputed_here
+from echelon.plan import Plan
+from echelon.plan.fake_forward import placeholder_mode, random_numbers_kept
+from echelon.plan.segments import Segments, cut_chain
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.fake_split import nobody, split_first
+from echelon.planner.profile.fake_step import placed
+from echelon.planner.profile.gpu_dispatch import AsOnGpu
+from echelon.planner.profile.observe import Trace
+from echelon.planner.profile.profile import Profile
+from echelon.strategy.annotations.marks import within
+
+#: Where no module runs.
+LOSS = "(loss)"
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass
+class Kept:
+    """By the module's name: bytes of what one micro-batch makes, and of the batch, whose rows all of them view."""
+
+    made: Counter[str] = dataclasses.field(default_factory=Counter)
+    given: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+def kept_by_stage(profile: Profile, plan: Plan, samples: int) -> dict[int, Kept]:
+    """By stage, of one micro-batch of so many samples. Of what is recomputed together, only the input is kept."""
+    return _pass(profile, plan, samples, segments_of(profile, plan, samples))
+
+
+def segments_of(profile: Profile, plan: Plan, samples: int) -> Segments:
+    """What is recomputed together. Where the plan cuts chains by what their children keep, that is found first."""
+    segments, chains = _recomputed(plan)
+    if not chains:
+        return segments
+    found = _pass(profile, plan, samples, segments)
+    whole = {name: size for kept in found.values() for name, size in kept.made.items()}
+    return (*segments, *(part for name in chains for part in _chain(profile.model, name, whole)))
+
+
+def _recomputed(plan: Plan) -> tuple[Segments, tuple[str, ...]]:
+    """By all stages together."""
+    grids = (Grid(plan.mesh, plan.order, rank, Groups("gloo")) for rank in range(plan.ranks))
+    first = {grid.at["stage"]: grid for grid in grids}
+    found = [recomputed_here(plan, grid) for grid in first.values()]
+    return tuple(part for parts, _ in found for part in parts), tuple(name for _, names in found for name in names)
+
+
+def _chain(model: nn.Module, name: str, kept: Mapping[str, int]) -> Segments:
+    children = {f"{name}.{key}" if name else key: child for key, child in model.get_submodule(name).named_children()}
+    sizes = [sum(size for inside, size in kept.items() if within(inside, child)) for child in children]
+    in_place = [bool(getattr(child, "inplace", False)) for child in children.values()]
+    names = list(children)
+    return tuple(tuple(names[first:end]) for first, end in cut_chain(sizes, in_place))
+
+
+def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dict[int, Kept]:
+    shadow, split = Shadow(profile.model, []), plan.mesh.get("split", 1)
+    batch = placed(profile.placeholders(samples))
+    if plan.lean is not None:
+        _narrow(shadow.model)
+    with contextlib.ExitStack() as within_all:
+        group = within_all.enter_context(nobody(split))
+        if split > 1:
+            split_first(shadow, plan.splits, group, plan.spread)
+        seen = _Keeping(shadow.model, segments, plan.stages.units if plan.stages else {}, batch)
+        for context in (placeholder_mode(), random_numbers_kept(), torch.enable_grad()):
+            within_all.enter_context(context)
+        within_all.enter_context(Trace())  # answers messages to nobody, and who looks at values
+        within_all.enter_context(seen.watching())
+        if profile.device == "cuda":
+            within_all.enter_context(AsOnGpu())
+        if plan.amp is not None:
+            within_all.enter_context(torch.autocast("cpu", dtype=_AMP[plan.amp.dtype]))
+        loss = profile.step(shadow.model, batch)
+        found = seen.by_stage()
+    del loss  # so far it held what was kept
+    torch.clear_autocast_cache()
+    return found
+
+
+def _narrow(model: nn.Module) -> None:
+    """Trained weights in bf16, as lean has them: autocast makes no copies of these."""
+    with placeholder_mode(), torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+class _Keeping:
+    """Follows a forward pass from module to module."""
+
+    def __init__(self, model: nn.Module, segments: Segments, units: Mapping[str, int], batch: Any) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model, self._units = model, units
+        self._recomputed = {name for names in segments for name in names}
+        self._first = {names[0] for names in segments}
+        self._running: list[str] = []
+        self._inside = 0  # how many recomputed modules are running
+        self._stage: int | None = None  # that of the unit that runs
+        self._batch = {_address(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        self._weights = {_address(value) for value in (*model.parameters(), *model.buffers())}
+        self._kept: dict[tuple[int | None, int], tuple[str, int, Any]] = {}  # stage, address: owner, bytes, weak ref.
+        self._held: list[Tensor] = []  # what recomputed modules were given
+
+    def by_stage(self) -> dict[int, Kept]:
+        self._settle(max(self._units.values(), default=0))
+        found: dict[int, Kept] = {}
+        for (stage, address), (owner, size, _) in self._kept.items():
+            assert stage is not None
+            mine = found.setdefault(stage, Kept())
+            (mine.given if address in self._batch else mine.made)[owner] += size
+        return found
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._left, always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[id(module)]
+        self._running.append(name)
+        if name in self._units:
+            self._stage = self._units[name]
+            self._settle(self._stage)
+        if name in self._recomputed:
+            if not self._inside and name in self._first:
+                given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                self._held += [leaf.detach() for leaf in given]
+                for leaf in given:
+                    self._note(leaf)
+            self._inside += 1
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._running.pop()
+        self._inside -= name in self._recomputed
+        if name in self._units:
+            self._stage = None
+
+    def _settle(self, stage: int) -> None:
+        """What was kept since the last unit is kept where the next one runs."""
+        for (at, address), (owner, size, _) in list(self._kept.items()):
+            if at is None:
+                _, _, reference = self._kept.pop((at, address))
+                storage = reference()
+                if storage is not None and (stage, address) not in self._kept:
+                    self._add(stage, address, owner, size, storage)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not self._inside:
+            self._note(tensor)
+        return tensor.detach()  # the very tensor would keep its own graph alive
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage, address = tensor.untyped_storage(), _address(tensor)
+        if address not in self._weights and (self._stage, address) not in self._kept:
+            owner = self._running[-1] if self._running else LOSS
+            self._add(self._stage, address, owner, storage.nbytes(), storage)
+
+    def _add(self, stage: int | None, address: int, owner: str, size: int, storage: Any) -> None:
+        gone = weakref.ref(storage, lambda _: self._kept.pop((stage, address), None))
+        self._kept[stage, address] = owner, size, gone
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

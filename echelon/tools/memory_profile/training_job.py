@@ -1,0 +1,148 @@
+"""Job: how a model is trained, as far as memory depends on it; and the Plan that a run of it would make."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.base.config import require, strict
+from echelon.base.errors import UsageError
+from echelon.fastpath.inspect import asked_of, traits_of, with_chosen
+from echelon.fastpath.policy import decide
+from echelon.fastpath.traits import Machine
+from echelon.plan import Plan, make_plan
+from echelon.plan.partition import balance_stages
+from echelon.plan.stage_trace import Recording, record
+from echelon.planner.apply.realize import completed, draft_of, terms
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.draft import Draft
+from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profile.fake_step import placed
+from echelon.planner.profile.profile import Profile
+from echelon.strategy import Strategy
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.marks import Pipeline, Split
+from echelon.strategy.annotations.slices import Slices
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+@strict
+class Job:
+    """How it is trained.
+
+    samples:  of the batch that each replica is given at a time
+    procs:    processes, of which some make up a replica where the marks say so
+    strategy: as a script gives it to ``distribute``
+    marks:    of the model, where parts of it are split or staged
+    slices:   which processes make up a copy of the model
+    mesh:     sizes of the axes, where they have been decided already
+    saved:    the plan that all this is from, where it is from one
+    """
+
+    samples: int
+    procs: int = 1
+    strategy: Strategy = Strategy()
+    marks: Marks | None = None
+    slices: Slices | None = None
+    mesh: dict[str, int] | None = None
+    saved: SavedPlan | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "procs"):
+            require(getattr(self, name) >= 1, self, name, "1 or more")
+
+    @classmethod
+    def of(cls, saved: SavedPlan, samples: int | None = None) -> Job:
+        """To train by a saved plan; with as many samples as it was made for, where nobody says how many."""
+        strategy, marks, slices, mesh = terms(saved)
+        each = math.ceil(saved.draft.batch / saved.draft.replicate)
+        return cls(
+            samples=each if samples is None else samples,
+            procs=saved.draft.ranks,
+            strategy=strategy,
+            marks=marks,
+            slices=slices,
+            mesh=mesh,
+            saved=saved,
+        )
+
+    def replaced(self, **changes: object) -> Job:
+        """With other options of its strategy."""
+        strategy = dataclasses.replace(self.strategy, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, strategy=strategy)
+
+
+class Planner:
+    """Makes the plans of jobs of one model. A forward pass is recorded once for each way to cut it into stages."""
+
+    def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
+        self._profile, self._optimizers = profile, optimizers
+        self._recorded: dict[Any, Recording] = {}
+        self._cut = functools.cache(self._profile_of)
+
+    def plan(self, job: Job) -> Plan:
+        """As every rank would make it, its stages included."""
+        model = self._profile.model
+        given = (self._optimizers, job.strategy, job.procs, job.procs, job.marks, job.slices, job.mesh)
+        plan = self._quickened(make_plan(model, *given), job)
+        if job.saved is not None:
+            whole = completed(plan, job.saved, model)
+            plan = dataclasses.replace(whole, recompute=plan.recompute or whole.recompute)
+        if plan.mesh.get("stage", 1) == 1:
+            return plan
+        assert plan.pipeline is not None
+        units = job.marks.units if job.marks else {}
+        key = (tuple(units.items()), plan.pipeline.stages, plan.mesh["stage"], plan.pipeline.weights)
+        if key not in self._recorded:
+            rows = math.ceil(job.samples / plan.pipeline.micro_batches)
+            self._recorded[key] = self._record(plan.pipeline, units, plan.pipeline.stages or plan.mesh["stage"], rows)
+        return dataclasses.replace(plan, stages=self._recorded[key])
+
+    def _quickened(self, plan: Plan, job: Job) -> Plan:
+        """On a GPU 16 bits come by themselves. Compiled kernels hold somewhat less than is counted here."""
+        if self._profile.device != "cuda" or job.saved is not None:
+            return plan
+        asked = dataclasses.replace(asked_of(job.strategy), compile=False, graphs=False)
+        amp = job.strategy.amp if job.strategy.amp is not None else plan.amp
+        traits = traits_of(plan, Machine(cuda=True, bf16=True), self._profile.model, self._optimizers, False)
+        return with_chosen(plan, decide(asked, amp, traits))
+
+    def _record(self, pipeline: Pipeline, units: Mapping[str, int], count: int, rows: int) -> Recording:
+        model = Shadow(self._profile.model, []).model
+        batch = placed(self._profile.placeholders(max(rows, 2)))  # not 1: batch norm refuses one row
+
+        def call(given: object) -> object:
+            return self._profile.step(model, given)
+
+        return record(call, model, batch, units or balance_stages(model, count, call, batch, pipeline.weights))
+
+    # ---- for the planner's memory model ----
+
+    def drafted(self, plan: Plan, samples: int) -> tuple[Profile, Draft]:
+        """The plan as a draft, and a profile whose units it can be told in."""
+        splits = tuple(plan.splits.items())
+        profile = self._cut((), splits, plan.spread) if splits else self._profile
+        try:
+            return profile, _draft(plan, profile, samples)
+        except UsageError:
+            assert plan.stages is not None
+        profile = self._cut(tuple(plan.stages.units), splits, plan.spread)
+        return profile, _draft(plan, profile, samples)
+
+    def _profile_of(self, units: tuple[str, ...], splits: tuple[tuple[str, Split], ...], spread: bool) -> Profile:
+        return self._profile.cut(units, dict(splits), spread)
+
+
+def _draft(plan: Plan, profile: Profile, samples: int) -> Draft:
+    """Batches that are merged count as micro-batches, but where each is scattered at once (shard 2 and 3), and where a
+    pipeline begins anew with each."""
+    draft = draft_of(plan, profile, samples * plan.mesh["replicate"])
+    if plan.gradient_merge == 1 or draft.shard > 1 or plan.pipeline is not None:
+        return draft
+    return draft.replaced(batch=draft.batch * plan.gradient_merge, micro_batches=plan.gradient_merge)

@@ -1,0 +1,116 @@
+"""From what a search has found to a Report: what the cluster is, what each stage has, what was rejected and why."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from echelon.base.formatting import size
+from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
+from echelon.planner.draft import Draft
+from echelon.planner.model_costs import Anatomy
+from echelon.planner.search.answer import Answer, Choice, Rejected
+from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Stage
+
+
+def gather(profile: Anatomy, cluster: Cluster, batch: int, answer: Answer, asked: dict[str, Any]) -> Report:
+    """All but what takes further searches."""
+    best = answer.best[0] if answer.best else None
+    nearest = answer.nearest
+    return Report(
+        model=profile.name,
+        units=len(profile.names),
+        weights=weights(profile),
+        batch=batch,
+        machines=machines(cluster),
+        asked=asked,
+        options=answer.best,
+        stages=tuple(stages(profile, best.draft)) if best else (),
+        neighbours=tuple(map(_rejected, answer.rejected)),
+        approximate=tuple(
+            Remark(means.name, means.prediction.seconds, means.against, "", str(means.draft))
+            for means in answer.would_help
+        ),
+        notes=answer.notes,
+        considered=answer.considered,
+        seconds=answer.seconds,
+        nearest=Choice(nearest.draft, nearest.prediction) if nearest else None,
+        reason=nearest.reason if nearest else "",
+    )
+
+
+def _rejected(other: Rejected) -> Remark:
+    seconds = other.prediction.seconds if other.prediction else None
+    return Remark(other.what or str(other.draft), seconds, other.against, other.reason, str(other.draft))
+
+
+def weights(profile: Anatomy) -> float:
+    """Entries of all parameters, those that units share counted once."""
+    sheet = profile.sheet(1)
+    twice = sum((len(tie) - 1) * entries for tie, entries in zip(profile.ties, sheet.tied, strict=True))
+    return sum(unit.weights for unit in sheet.units) - twice
+
+
+def stages(profile: Anatomy, draft: Draft) -> Iterator[Stage]:
+    bounds = (0, *draft.cuts, len(profile.names))
+    for stage, (first, end) in enumerate(itertools.pairwise(bounds)):
+        recompute = bool(draft.recompute) and draft.recompute[stage]
+        yield Stage(stage, stage % draft.stage, profile.names[first:end], recompute)
+
+
+# ---- the cluster ----
+
+
+def machines(cluster: Cluster) -> Machines:
+    return Machines(str(cluster), _in_words(cluster), cluster.size, tuple(_figures(cluster)))
+
+
+def _in_words(cluster: Cluster) -> str:
+    """``4 hosts of 8 H100 (80 GB each) over NVLink (450 GB/s), 8x400 Gb/s a host between hosts``."""
+    groups = " and ".join(_host_in_words(count, host) for count, host in cluster.hosts)
+    return f"{groups}, {_link_in_words(cluster.network)} between hosts" if cluster.host_count > 1 else groups
+
+
+def _link_in_words(link: Link) -> str:
+    return link.name if "/s" in link.name else f"{link.name} ({size(link.bandwidth)}/s)"
+
+
+def _host_in_words(count: int, host: Host) -> str:
+    names = [device.name for device in host.devices]
+    kinds = " and ".join(f"{names.count(name):,} {name}" for name in dict.fromkeys(names))
+    least = min(device.memory for device in host.devices)
+    inside = f" over {_link_in_words(host.link)}" if len(names) > 1 else ""
+    return f"{count:,} host{'s' if count > 1 else ''} of {kinds} ({size(least)} each){inside}"
+
+
+def _figures(cluster: Cluster) -> Iterator[Figure]:
+    for device in cluster.kinds:
+        yield from sorted(_of_device(device), key=lambda figure: figure.origin)
+    links = {host.link.name: host.link for _, host in cluster.hosts if len(host.devices) > 1}
+    if cluster.host_count > 1:
+        links[cluster.network.name] = cluster.network
+    for link in links.values():
+        yield from sorted(_of_link(link), key=lambda figure: figure.origin)
+
+
+def _of_device(device: Device) -> Iterator[Figure]:
+    for dtype, flops in device.peak.items():
+        yield Figure(device.name, dtype, flops, "FLOP/s", device.origin_of("peak"))
+    for name, what, unit in (
+        ("memory", "memory", "B"),
+        ("bandwidth", "memory bandwidth", "B/s"),
+        ("launch", "launch", "s"),
+        ("floor", "shortest kernel", "s"),
+    ):
+        yield Figure(device.name, what, getattr(device, name), unit, device.origin_of(name))
+    for name, what in (("products", "large products reach"), ("streams", "large streams reach")):
+        yield Figure(device.name, what, getattr(device, name)[-1][1], "of the peak", device.origin_of(name))
+    yield Figure(device.name, "attention reaches", device.attention, "of the peak", device.origin_of("attention"))
+
+
+def _of_link(link: Link) -> Iterator[Figure]:
+    yield Figure(link.name, "bandwidth", link.bandwidth, "B/s", link.origin_of("bandwidth"))
+    yield Figure(link.name, "latency", link.latency, "s", link.origin_of("latency"))
+    if link.tables:
+        yield Figure(link.name, "collectives timed", len(link.tables), "tables", link.origin_of("tables"))

@@ -1,0 +1,129 @@
+"""Search for a plan, or take a saved one, and make the Report about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from echelon.base.errors import UsageError
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cost.predict import predict
+from echelon.planner.cost.system import ECHELON, STATE, System
+from echelon.planner.draft import Draft
+from echelon.planner.prediction import Prediction
+from echelon.planner.profile.named_optimizers import NAMED, named_optimizer
+from echelon.planner.profile.optimizer_state import optimizer_name, with_state_of
+from echelon.planner.search.answer import Answer, Choice
+from echelon.planner.search.neighbours import neighbours
+from echelon.planner.search.search import Hunt, search
+from echelon.tools.plan_report import build_report, sensitivity
+from echelon.tools.plan_report.model_source import Source
+from echelon.tools.plan_report.plan_options import Asked, Orders
+from echelon.tools.plan_report.report import Report
+
+
+def make_report(asked: Asked, cluster: Cluster, source: Source, orders: Orders) -> Report:
+    """Search, or take the saved plan, and say all there is to say of it."""
+    asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
+    planner = Planner(asked, source, _system(asked, source))
+    before = SavedPlan.load(orders.explain).draft if orders.explain else None
+    begin = time.process_time()
+    answer = planner.again(before, cluster) if before else planner.best(cluster)
+    costs = time.process_time() - begin
+    report = build_report.gather(source.profile, cluster, planner.batch, answer, asked.to_dict())
+    if not answer.best:
+        return report
+    chosen = answer.best[0]
+    if orders.save:
+        _save(orders.save, chosen, asked, source)
+    same = planner.same(chosen.draft, cluster)
+    ask = same if before else sensitivity.Asking(planner.other, same, costs)
+    return dataclasses.replace(
+        report,
+        options=(planner.drawn(chosen, cluster), *answer.best[1:]),
+        sensitivities=sensitivity.sensitivities(chosen, cluster, ask),
+        sizes=sensitivity.sizes(chosen, cluster, ask) if orders.sizes else (),
+    )
+
+
+def _system(asked: Asked, source: Source) -> System:
+    """Return how Echelon trains, with the state of an optimizer that no table has: the script's own, or a named one."""
+    name, model = asked.optimizer, source.profile.model
+    if source.optimizers is not None and name == optimizer_name(source.optimizers):
+        return with_state_of(ECHELON, source.optimizers, model)
+    if name is None or name in STATE or name not in NAMED:
+        return ECHELON
+    return with_state_of(ECHELON, named_optimizer(name, model.parameters()), model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """What one command asks: always for the same model, with the same means allowed."""
+
+    asked: Asked
+    source: Source
+    system: System = ECHELON
+
+    @property
+    def batch(self) -> int:
+        assert self.asked.batch is not None
+        return self.asked.batch
+
+    @property
+    def optimizer(self) -> str:
+        assert self.asked.optimizer is not None
+        return self.asked.optimizer
+
+    def best(self, cluster: Cluster) -> Answer:
+        return self._search(cluster, self.batch, self.asked.keep)
+
+    def other(self, cluster: Cluster, batch: int) -> Answer:
+        return self._search(cluster, batch, 1)
+
+    def _search(self, cluster: Cluster, batch: int, keep: int) -> Answer:
+        allow, optimizer = self.asked.allow, self.optimizer
+        where = self.source.profile, cluster
+        return search(*where, batch=batch, allow=allow, optimizer=optimizer, system=self.system, keep=keep)
+
+    def again(self, draft: Draft, cluster: Cluster) -> Answer:
+        """A plan that was made before, as if it had been found."""
+        if draft.ranks > cluster.size:
+            raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
+        hunt = Hunt(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, self.system, {})
+        hunt.look(beyond_host=False)  # neighbours are the best of their kind
+        choice = Choice(draft, self._predict(draft, cluster, events=False))
+        rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))
+        return Answer((choice,), rejected, 0, 0.0, helps, notes=tuple(hunt.notes(choice)))
+
+    def same(self, draft: Draft, here: Cluster) -> sensitivity.Ask:
+        """Asks how that plan would do elsewhere, without a search; devices that it leaves idle here, it does there."""
+
+        def ask(cluster: Cluster, batch: int) -> Answer:
+            there = sensitivity.spread(draft, draft.ranks * cluster.size // here.size, batch)
+            if there is None:
+                return Answer(best=(), rejected=(), considered=0, seconds=0.0)
+            choice = Choice(there, self._predict(there, cluster, events=False))
+            return Answer(best=(choice,) if choice.prediction.fits else (), rejected=(), considered=1, seconds=0.0)
+
+        return ask
+
+    def drawn(self, choice: Choice, cluster: Cluster) -> Choice:
+        """The same with its timeline."""
+        timed = self._predict(choice.draft, cluster, events=True)
+        return Choice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
+
+    def _predict(self, draft: Draft, cluster: Cluster, *, events: bool) -> Prediction:
+        given = self.source.profile, cluster, draft
+        return predict(*given, system=self.system, optimizer=self.optimizer, events=events)
+
+
+def _save(path: str, choice: Choice, asked: Asked, source: Source) -> None:
+    SavedPlan.of(
+        choice.draft,
+        source.profile,
+        model=source.model,
+        cluster=asked.cluster,
+        prediction=choice.prediction,
+        made_from=asked.to_dict(),
+    ).save(path)

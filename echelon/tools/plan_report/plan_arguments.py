@@ -1,0 +1,55 @@
+"""``echelon plan``: the words of a command line, checked before the planner and torch are imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from echelon.base.config import build
+from echelon.base.errors import UsageError
+from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.cluster.cluster import Cluster
+from echelon.tools.plan_report.plan_options import Asked, memory_words
+
+#: The cluster that is the machine itself: torch is asked for its GPUs.
+HERE = "here"
+
+
+def read_words(model: str | None, arguments: list[str], explain: str | None, words: dict[str, Any]) -> Asked:
+    """Return what was asked for. ``words``: options by name, None where they were not given; explain: a saved plan"""
+    given = {name: value for name, value in words.items() if value is not None}
+    given["memory"] = memory_words(given.get("memory"))
+    if "allow" in given:
+        given["allow"] = tuple(filter(None, (name.strip() for name in given["allow"].split(","))))
+    if explain is not None:
+        return _asked_before(explain, model, given)
+    if model is None:
+        raise UsageError("plan what? give a MODEL (see 'echelon plan --help'), or --explain plan.json")
+    if "cluster" not in given:
+        raise UsageError("--cluster is missing; write --cluster 4x8xH100, a .yaml file, or --cluster here")
+    return Asked(model=model, arguments=tuple(arguments), **given)
+
+
+def check_words(asked: Asked, html: str | None, save: str | None) -> None:
+    """Refuse machines that do not exist, and files that cannot be written."""
+    for option, path in (("--html", html), ("--save", save)):
+        _check_room(option, path)
+    if asked.cluster != HERE:
+        Cluster.parse(asked.cluster, bench=asked.bench)
+
+
+def _check_room(option: str, path: str | None) -> None:
+    """A slip in a path is told before the search, not after it."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UsageError(f"{option} '{path}' cannot be written: it is a directory, or in none; give another path")
+
+
+def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> Asked:
+    """What a saved plan was made from; what is given now goes before it."""
+    before = SavedPlan.load(path).made_from
+    if not before and model is None:
+        raise UsageError(f"plan '{path}' does not say what it was made from; give its MODEL too")
+    if not before and "cluster" not in given:
+        raise UsageError(f"plan '{path}' does not say what it was made for; give --cluster too")
+    words = {name: value for name, value in given.items() if value is not None}
+    return build(Asked, {**before, **({"model": model} if model else {}), **words}, f"plan '{path}'")

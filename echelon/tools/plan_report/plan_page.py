@@ -1,0 +1,250 @@
+"""A Report as one page that needs nothing else: no network, no scripts. This file places, page.html.j2 draws.
+
+All that is drawn lies between 0 and 100 (percents of a picture's width) or between 0 and its height in pixels, so that
+a page folds from a desk to a phone without its letters shrinking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.base import formatting
+from echelon.plan.simulate import Event
+from echelon.planner.prediction import Memory
+from echelon.planner.search.answer import Choice
+from echelon.tools.html.bars import Bar, stacked
+from echelon.tools.html.templates import templates
+from echelon.tools.html.time_scale import Passage, passage, row_height
+from echelon.tools.plan_report import plan_tables
+from echelon.tools.plan_report.report import Remark, Report, Size, samples_per_second
+
+#: Numbers are written into rectangles of at least this part of the width.
+ROOM_FOR_NUMBER = 2.2
+
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, for what came in",
+    "W": "backward, for the weights",
+}
+
+
+def render(report: Report) -> str:
+    """The page, as text."""
+    return templates(Path(__file__).parent).get_template("page.html.j2").render(**_view(report))
+
+
+def _view(report: Report) -> dict[str, Any]:
+    view: dict[str, Any] = {"report": report, "headline": plan_tables.headline(report), "show": plan_tables}
+    view["tables"] = {section.title: section for section in plan_tables.sections(report)}
+    view["figures"] = plan_tables.figures(report.machines)
+    if not report.options:
+        return view
+    choice = report.choice
+    return view | {
+        "choice": choice,
+        "facts": _facts(report),
+        "times": list(stacked([(part, seconds) for part, seconds, _ in plan_tables.time_parts(choice)])),
+        "timeline": timeline(choice),
+        "memory": memory_bars(choice.prediction.memory),
+        "memory_table": plan_tables.memory(choice),
+        "plans": plan_tables.plans(report),
+        "contents": plan_tables.contents(report.stages),
+        "bars": {
+            "sensitivities": change_bars([remark for remark in report.sensitivities if remark.against is not None]),
+            "approximate": change_bars([remark for remark in report.approximate if remark.against is not None]),
+        },
+        "line": line(report.sizes, report.machines.devices),
+        "sizes": plan_tables.sizes(report.sizes, report.batch),
+    }
+
+
+def _facts(report: Report) -> list[tuple[str, str, str]]:
+    """(what, figure, small print): what one wants to know first."""
+    choice = report.choice
+    fullest, parts = choice.prediction.fullest, choice.prediction.parts
+    computing = parts.get("compute", 0.0) / choice.seconds
+    facts = [
+        ("a step", formatting.duration(choice.seconds), f"batch {report.batch:,}"),
+        ("samples a second", formatting.rate(samples_per_second(choice)), f"on {_used(report)}"),
+        ("of a step computes", formatting.percent(computing), "on the busiest device"),
+    ]
+    if fullest.limit:
+        facts.append(
+            ("of memory used", formatting.percent(fullest.total / fullest.limit), plan_tables.of_limit(fullest))
+        )
+    return facts
+
+
+def _used(report: Report) -> str:
+    """``32 devices``, or ``16 of 24 devices`` where some stay idle."""
+    used, there = report.choice.draft.ranks, report.machines.devices
+    return f"{used:,}{f' of {there:,}' if used != there else ''} device{'s' if there > 1 else ''}"
+
+
+# ---- bars ----
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A device's memory as a bar. ``limit`` is where its line goes; None where there is no limit."""
+
+    rank: int
+    memory: Memory
+    bars: list[Bar]
+    limit: float | None
+
+
+def memory_bars(memories: Sequence[Memory]) -> list[Filled]:
+    """All to the same scale, on which the fullest and every limit have room."""
+    whole = 1.02 * max(max(each.total, each.limit) for each in memories)
+    return [
+        Filled(
+            rank,
+            each,
+            stacked([(name, getattr(each, name)) for name in plan_tables.HELD if getattr(each, name)], whole),
+            100 * each.limit / whole if each.limit else None,
+        )
+        for rank, each in enumerate(memories)
+    ]
+
+
+@dataclass(frozen=True)
+class Change:
+    remark: Remark
+    left: float
+    width: float
+
+
+def change_bars(remarks: Sequence[Remark]) -> list[Change]:
+    """Bars to the left of the middle for what is quicker, to the right for what is slower."""
+    most = max([abs(remark.against or 0.0) for remark in remarks] + [0.05])
+    found = []
+    for remark in remarks:
+        width = 50 * abs(remark.against or 0.0) / most
+        found.append(Change(remark, 50 - width if (remark.against or 0.0) < 0 else 50.0, width))
+    return found
+
+
+# ---- the schedule ----
+
+
+@dataclass(frozen=True)
+class Block:
+    event: Event
+    chunk: int
+    left: float
+    width: float
+    number: bool
+
+    @property
+    def title(self) -> str:
+        kind, micro, stage = self.event.action
+        times = f"{formatting.duration(self.event.begin)} to {formatting.duration(self.event.end)}"
+        return f"{KINDS[kind]}, micro-batch {micro}, stage {stage}, rank {self.event.rank}: {times}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """rows: number of ranks; row: height of each; blocks: what they do; ticks: (where, what time)
+    end:    when the pipeline is done; ``rest`` is where the step's rest (sums, update) begins, to 100
+    gap:    where the middle is left out, or None
+    """
+
+    rows: int
+    row: float
+    blocks: list[Block]
+    kinds: dict[str, str]
+    ticks: list[tuple[float, str]]
+    gap: float | None
+    shown: int
+    events: int
+    rest: float | None
+
+    @property
+    def height(self) -> float:
+        return self.rows * self.row
+
+
+def timeline(choice: Choice) -> Timeline | None:
+    """The pipeline's events as blocks; None where there are none."""
+    events, whole = choice.prediction.events, choice.seconds
+    if not events:
+        return None
+    end = max(event.end for event in events)
+    whole = max(whole, end)
+    rows = 1 + max(event.rank for event in events)
+    scale = passage([(event.begin, event.end) for event in events], whole, rows)
+    inside = [event for event in events if scale.shows(event.begin, event.end)]
+    return Timeline(
+        rows,
+        row_height(rows),
+        [_block(event, scale, rows) for event in inside],
+        {kind: text for kind, text in KINDS.items() if any(event.action.kind == kind for event in events)},
+        scale.ticks(),
+        scale.gap,
+        len(inside),
+        len(events),
+        scale.at(end) if whole > 1.0001 * end else None,
+    )
+
+
+def _block(event: Event, scale: Passage, rows: int) -> Block:
+    left, right = scale.at(event.begin), scale.at(event.end)
+    return Block(event, event.action.stage // rows, left, max(0.0, right - left), right - left >= ROOM_FOR_NUMBER)
+
+
+# ---- time over devices ----
+
+
+@dataclass(frozen=True)
+class Point:
+    """x in percent, y in pixels; ``ideal`` is where y were if twice the devices took half the time."""
+
+    size: Size
+    x: float
+    y: float
+    ideal: float
+    chosen: bool
+
+    @property
+    def text(self) -> str:
+        return formatting.duration(self.size.seconds or 0.0)
+
+
+LINE_HEIGHT, LINE_MARGIN = 260.0, 34.0
+
+
+def line(sizes: Sequence[Size], devices: int) -> list[Point]:
+    """Both axes are logarithmic, so that perfect scaling is a straight line."""
+    there = [size for size in sizes if size.seconds]
+    if len(there) < 2:
+        return []
+    first = there[0]
+    ideal = [_log(first.seconds) - _log(size.devices) + _log(first.devices) for size in there]
+    real = [_log(size.seconds) for size in there]
+    low, high = min(real + ideal), max(real + ideal)
+    across = _log(there[-1].devices) - _log(first.devices)
+
+    def height(value: float) -> float:
+        return LINE_MARGIN + (LINE_HEIGHT - 2 * LINE_MARGIN) * (high - value) / max(high - low, 1e-9)
+
+    return [
+        Point(
+            size,
+            8 + 84 * (_log(size.devices) - _log(first.devices)) / across,
+            height(at),
+            height(perfect),
+            size.devices == devices,
+        )
+        for size, at, perfect in zip(there, real, ideal, strict=True)
+    ]
+
+
+def _log(value: float | None) -> float:
+    assert value is not None
+    return math.log2(value)

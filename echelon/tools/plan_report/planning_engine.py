@@ -1,0 +1,135 @@
+"""The stand-in for the engine of a script that is only planned: it answers at the first batch, and ends the script."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from echelon.base.config import build
+from echelon.base.environment import PLAN_ONLY
+from echelon.base.errors import EchelonError
+from echelon.distributed import world as worlds
+from echelon.engine.engine import Engine
+from echelon.planner.profile.optimizer_state import optimizer_name
+from echelon.tools.plan_report.plan_options import Asked, Orders
+
+
+def listen(
+    model: nn.Module,
+    *,
+    optimizer: Any,
+    loss: Any,
+    scheduler: Any,
+    strategy: Any,
+    plan: Any,
+    cluster: Any,
+    sample: Any,
+) -> Any:
+    """What ``distribute()`` returns to a script that is only planned: an engine that plans at its first batch."""
+    worlds.current()  # while the variable is there: one process that waits for no announced trainers
+    question = json.loads(Path(os.environ.pop(PLAN_ONLY)).read_text(encoding="utf-8"))
+    if "footprint" in question:
+        from echelon.tools.memory_profile.footprint_engine import FootprintEngine
+
+        engine: PlanningEngine = FootprintEngine(question, model, optimizer, loss, scheduler, strategy, plan, cluster)
+    else:
+        engine = PlanningEngine(question, model, optimizer, loss, scheduler)
+    if sample is not None:
+        engine.step(sample)
+    return engine
+
+
+def as_engine(method: Callable[[Any, dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Give a method of the stand-in the signature of the Engine's method of its name; it gets the bound arguments."""
+    original = getattr(Engine, method.__name__)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def called(self: PlanningEngine, *args: Any, **named: Any) -> Any:
+        return method(self, signature.bind(self, *args, **named).arguments)
+
+    return called
+
+
+class PlanningEngine:
+    """Stands in for the engine of one process, which it asks for all but training."""
+
+    def __init__(
+        self, question: dict[str, Any], model: nn.Module, optimizer: Any, loss: Any, scheduler: Any = None
+    ) -> None:
+        from echelon.api.distribute import distribute
+        from echelon.observability.metrics import Log
+
+        self._question, self._model, self._optimizer, self._loss = question, model, optimizer, loss
+        self._engine = distribute(model, optimizer=optimizer, loss=loss, scheduler=scheduler, log=Log(console=False))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @as_engine
+    def step(self, given: dict[str, Any]) -> NoReturn:
+        from echelon.parallel.objective import as_batch
+
+        self._look_at(as_batch(given.get("batch", ()), given.get("named", {}), torch.device("cpu")))
+
+    @as_engine
+    def backward(self, given: dict[str, Any]) -> NoReturn:
+        self._refuse_own_loop()
+
+    @as_engine
+    def update(self, given: dict[str, Any]) -> NoReturn:
+        self._refuse_own_loop()
+
+    @as_engine
+    def resume(self, given: dict[str, Any]) -> None:
+        """There is nothing to go on with."""
+
+    def _refuse_own_loop(self) -> NoReturn:
+        self._answer({"error": _OWN_LOOP})
+
+    def _look_at(self, batch: Any) -> NoReturn:
+        from echelon.tools.plan_report.make_report import make_report
+        from echelon.tools.plan_report.model_source import Source, profile_model
+
+        self._refuse_tables()
+        try:
+            asked, orders = self._asked(), build(Orders, self._question["orders"], "orders")
+            cluster = asked.machines()
+            profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
+            report = make_report(asked, cluster, Source(profile, self._model, self._optimizer), orders)
+        except EchelonError as error:
+            self._answer({"error": str(error)})
+        if asked.batch is None:
+            report = dataclasses.replace(report, notes=(*report.notes, _ONE_PROCESS))
+        self._answer({"report": report.to_dict()})
+
+    def _refuse_tables(self) -> None:
+        from echelon.nn import SparseEmbedding
+
+        if any(isinstance(module, SparseEmbedding) for module in self._model.modules()):
+            self._answer({"error": "sparse tables live on parameter servers, whose work plan does not know; use 'run'"})
+
+    def _asked(self) -> Asked:
+        asked = build(Asked, self._question["asked"], "asked")
+        return asked if asked.optimizer else dataclasses.replace(asked, optimizer=optimizer_name(self._optimizer))
+
+    def _answer(self, found: dict[str, Any]) -> NoReturn:
+        Path(self._question["answer"]).write_text(json.dumps(found), encoding="utf-8")
+        raise SystemExit(0)  # the script's own clean-up runs; its training does not
+
+
+_ONE_PROCESS = (
+    "the batch is the one that the script gives one process; --global-batch says how large it is for all together"
+)
+_OWN_LOOP = (
+    "a loop of its own (engine.backward and engine.update) shows no forward pass to look at; use engine.step(batch)"
+)

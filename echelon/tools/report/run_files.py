@@ -1,0 +1,115 @@
+"""All that a run's directory tells, read once: what the run has written down, and its timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import EchelonError
+from echelon.observability.runlog.reader import Run, read
+from echelon.observability.runlog.tolerant_json import JSON, LARGEST, json_file
+from echelon.observability.trace import trace_files
+from echelon.observability.trace.merge import merge
+from echelon.observability.trace.span import DEVICE, KINDS, Span, span_of
+
+#: Seconds between two kernels of one phase that are still drawn as one.
+TOGETHER = 50e-6
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """spans: of each rank, kernels of one phase drawn together; summary: what ``echelon timeline`` makes of them"""
+
+    run: Run
+    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    summary: JSON = field(default_factory=dict)
+
+
+def gather(directory: Path) -> Gathered:
+    run = read(directory)
+    try:
+        folder = trace_files.find(directory)
+    except EchelonError:
+        return Gathered(run)
+    if run.facts is not None and (trace_files.recorded_at(folder) or run.facts.began) < run.facts.began:
+        return Gathered(run)  # of an earlier run into the same directory
+    return Gathered(run, _spans(folder), _summary(folder))
+
+
+def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes when something was written: names, sizes and times of all files that are read."""
+    found = []
+    for path in [*directory.glob("*.json*"), *(directory / trace_files.FOLDER).glob("**/*.json*")]:
+        try:
+            seen = path.stat()
+        except OSError:  # renamed or removed in this very moment
+            continue
+        found.append((str(path), seen.st_size, seen.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+def _summary(folder: Path) -> JSON:
+    found = json_file(folder / trace_files.SUMMARY)
+    if found is None:
+        with contextlib.suppress(EchelonError):
+            found = merge(folder, keep=False).figures
+    return found or {}
+
+
+def _spans(folder: Path) -> dict[int, tuple[Span, ...]]:
+    found = trace_files.of_ranks(folder)
+    return {rank: spans for rank, path in found.items() if (spans := tuple(_joined(_of_rank(path))))}
+
+
+def _of_rank(path: Path) -> Iterator[Span]:
+    """A whole file line by line: with a GPU's kernels it is long."""
+    if path.suffix == ".part":
+        ranked = trace_files.read_rank(path)
+        yield from filter(_sane, ranked.spans if ranked is not None else ())
+        return
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        for line in lines:
+            if (span := span_of(_json(line))) is not None and _sane(span):
+                yield span
+
+
+def _sane(span: Span) -> bool:
+    return -LARGEST < span.begin <= span.end < LARGEST and not (span.bytes or 0) >= LARGEST
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _joined(spans: Iterator[Span]) -> Iterator[Span]:
+    """Kernels by the thousand as a few stretches of the phase that launched them; the rest as it is."""
+    held: Span | None = None
+    for span in spans:
+        if span.kind != "kernel":
+            yield span
+            continue
+        kind = _launched_in(span)
+        if held is not None and (held.kind, held.step) == (kind, span.step) and span.begin - held.end <= TOGETHER:
+            held = _kernels(kind, held.begin, max(held.end, span.end), span.step)
+            continue
+        if held is not None:
+            yield held
+        held = _kernels(kind, span.begin, span.end, span.step)
+    if held is not None:
+        yield held
+
+
+def _launched_in(kernel: Span) -> str:
+    phase = kernel.more.get("in")
+    return phase if phase in KINDS else "other"
+
+
+def _kernels(kind: str, begin: float, end: float, step: int) -> Span:
+    return Span("kernels", kind, DEVICE, begin, end, step)

@@ -1,0 +1,100 @@
+"""A run as one page that needs nothing else: no network, no fonts or scripts from elsewhere.
+
+The page says to the browser that only its own script may run and that it may load nothing, so that text of a run
+which got past the escaping could still do no harm.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from echelon.base import formatting
+from echelon.observability.runlog.reader import PHASES
+from echelon.tools.html.templates import templates
+from echelon.tools.report.figures.curves import figure
+from echelon.tools.report.figures.devices import placement
+from echelon.tools.report.figures.schedule import gantts
+from echelon.tools.report.run_files import Gathered
+from echelon.tools.report.sections import holding, overview, ranking, serving, setup, timing, training
+from echelon.tools.report.sections.table import sampled
+
+HERE = Path(__file__).parent
+
+
+def render(gathered: Gathered, now: float, live: float | None = None) -> str:
+    """The page, as text. ``live``: seconds after which it asks again for what is new."""
+    found = templates(HERE)
+    found.filters.update(kind=_kind, figure=figure)
+    return found.get_template("page.html.j2").render(**_view(gathered, now, live))
+
+
+def _kind(name: str) -> str:
+    """Of a part of a bar, as a class of the style sheet; names come from files, and may be any."""
+    return name.replace(" ", "-") if name in _KNOWN else "other"
+
+
+_KNOWN = {*PHASES, "waiting", "held", *holding.KINDS}
+
+
+def policy(script: str, live: bool) -> str:
+    """What the browser lets the page do: its own script, its own styles, and nothing from elsewhere."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    talk = "'self'" if live else "'none'"
+    own = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; connect-src {talk}"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
+
+
+def script_text() -> str:
+    """The scripts between their tags, as one that leaves no names behind: fit for HTML and for XML."""
+    parts = [(HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "refresh.js")]
+    return "\n".join(['//<![CDATA[\n(() => {\n"use strict";', *parts, "})();\n//]]>"])
+
+
+def _view(gathered: Gathered, now: float, live: float | None) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    run, script = gathered.run, script_text()
+    view: dict[str, Any] = {
+        "directory": str(run.directory),
+        "made": overview.moment(now),
+        "live": live,
+        "script": Markup(script),  # ours; nothing of the run is in it
+        "policy": policy(script, live is not None),
+        "head": overview.overview(gathered, now),
+        "empty": run.empty,
+        "sampled": sampled,
+        "seconds": formatting.duration,
+        "milliseconds": lambda value: formatting.duration(value / 1e3),
+    }
+    return view | _measured(gathered) | _set_up(gathered)
+
+
+def _measured(gathered: Gathered) -> dict[str, Any]:
+    run = gathered.run
+    return {
+        "curves": training.charts(run),
+        "gantts": gantts(gathered),
+        "times": timing.times(run),
+        "summary": timing.summary(gathered.summary),
+        "compared": timing.compared(gathered),
+        "ranks": ranking.ranks(run),
+        "memory": holding.holding(run),
+        "servers": serving.serving(run),
+    }
+
+
+def _set_up(gathered: Gathered) -> dict[str, Any]:
+    facts = gathered.run.facts
+    return {
+        "placement": placement(facts) if facts else None,
+        "stages": setup.stages(facts) if facts else None,
+        "settings": setup.settings(facts) if facts else None,
+        "said": list(facts.said) if facts else [],
+        "plan": setup.plan_text(facts) if facts else "",
+        "environment": setup.environment(facts) if facts else [],
+        "variables": sorted(facts.environment.items()) if facts else [],
+        "events": setup.events(gathered.run.events),
+    }

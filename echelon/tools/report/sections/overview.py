@@ -1,0 +1,212 @@
+"""The head of the page: which run it is, whether it goes on, and the figures one looks for first."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from echelon.base import formatting
+from echelon.observability.runlog.reader import Event, Run
+from echelon.observability.runlog.run_metadata import Facts
+from echelon.observability.runlog.tolerant_json import number
+from echelon.tools.report.figures.curves import figure
+from echelon.tools.report.run_files import Gathered
+
+#: Seconds of silence after which a run is not taken to be going on, and how many records' time it is at least.
+QUIET, QUIET_RECORDS = 60.0, 10
+#: Records that "now" is the middle of.
+RECENT = 10
+
+Fact = tuple[str, str, str]  #: figure, what it is, small print
+
+
+@dataclass(frozen=True)
+class Status:
+    """kind: running, ended, failed or silent"""
+
+    kind: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Overview:
+    title: str
+    lines: list[str]
+    status: Status
+    facts: list[Fact]
+    alerts: list[Event]
+
+
+def overview(gathered: Gathered, now: float) -> Overview:
+    run = gathered.run
+    state = status(run, now)
+    return Overview(_title(run), list(_lines(run)), state, list(_facts(gathered, state)), alerts(run.events))
+
+
+def _title(run: Run) -> str:
+    if run.facts is None:
+        return run.directory.resolve().name
+    if run.facts.is_zoo and (model := run.facts.value("model_name")):
+        return f"{model} on {data}" if (data := run.facts.value("dataset_name")) else str(model)
+    return Path(run.facts.script).name or shlex.join(run.facts.command) or run.directory.resolve().name
+
+
+def _lines(run: Run) -> Iterator[str]:
+    facts = run.facts
+    if facts is None:
+        yield "The run has not said what it consists of (no run.json): what there is comes from its other files."
+        return
+    yield f"{_model(facts)}on {_machines(facts)}"
+    again = f", restarted {_times(facts.attempt)}" if facts.attempt else ""
+    yield f"started {moment(facts.began)}{again}"
+
+
+def _model(facts: Facts) -> str:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in facts.mesh.items() if size > 1)
+    count = f"{formatting.count(facts.parameter_count)} parameters, " if facts.parameter_count else ""
+    return f"{count}{mesh}{', ' if mesh else ''}"
+
+
+def _machines(facts: Facts) -> str:
+    world, kinds = facts.world, {rank.device.partition(" ")[2] or rank.device for rank in facts.ranks}
+    kind = f" ({kinds.pop()})" if len(kinds) == 1 else ""
+    servers = f" and {_several(world.servers, 'parameter server')}" if world.servers else ""
+    hosts = f" on {_several(world.hosts, 'host')}" if world.hosts > 1 else ""
+    return f"{_several(world.size, 'rank')}{servers}{hosts}{kind}"
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+# ---- whether it goes on ----
+
+
+def status(run: Run, now: float) -> Status:
+    last = next((each for each in reversed(run.events) if each.kind in ("failed", "ended", "restart", "resumed")), None)
+    seen = last_sign(run)
+    if last is not None and last.kind == "failed" and _nothing_after(run, last.time):
+        return Status("failed", f"failed {moment(last.time)}")
+    if last is not None and last.kind == "ended" and _nothing_after(run, last.time):
+        return Status("ended", f"ended {moment(last.time)}")
+    if run.steps and run.steps[-1].total is not None and run.steps[-1].step >= run.steps[-1].total:
+        return Status("ended", "all steps done")
+    if seen is None:
+        return Status("silent", "nothing written yet")
+    if now - seen <= max(QUIET, QUIET_RECORDS * _interval(run)):
+        return Status("running", "running")
+    return Status("silent", f"nothing written since {moment(seen)}, and no end: killed, or it stands still")
+
+
+def _nothing_after(run: Run, then: float) -> bool:
+    return not run.steps or (run.steps[-1].time or 0.0) <= then + 1.0
+
+
+def last_sign(run: Run) -> float | None:
+    times = [run.steps[-1].time if run.steps else None, run.events[-1].time if run.events else None]
+    times += [steps[-1].time for steps in run.ranks.values() if steps]
+    times += [looks[-1].time for looks in run.servers.values() if looks]
+    if not any(times) and run.facts is not None:
+        times.append(run.facts.started)
+    return max((each for each in times if each), default=None)
+
+
+def _interval(run: Run) -> float:
+    times = [each.time for each in run.steps[-RECENT:] if each.time is not None]
+    return max(0.0, (times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else 0.0
+
+
+def alerts(events: Sequence[Event]) -> list[Event]:
+    """What must not be overlooked: the newest three of what went wrong."""
+    return [each for each in events if each.kind in ("failed", "stall", "warning")][-3:]
+
+
+# ---- figures ----
+
+
+def _facts(gathered: Gathered, state: Status) -> Iterator[Fact]:
+    run = gathered.run
+    if run.steps:
+        yield _progress(run, state)
+        yield from _loss(run)
+        yield from _speed(run)
+    peaks = {rank: max((one.peak or 0 for one in steps), default=0) for rank, steps in run.ranks.items()}
+    if peaks and max(peaks.values()):
+        rank = max(peaks, key=lambda each: peaks[each])
+        yield formatting.size(peaks[rank]), "memory at most", f"rank {rank}{_of(run.facts, rank)}"
+    if (used := number(gathered.summary, "mfu")) is not None:
+        yield formatting.percent(used), "of the peak arithmetic", "MFU, from the timeline"
+    if run.servers:
+        rows = sum(sum(looks[-1].rows.values()) for looks in run.servers.values() if looks)
+        yield f"{rows:,}", "rows in tables", f"on {_several(len(run.servers), 'server')}"
+
+
+def _progress(run: Run, state: Status) -> Fact:
+    last = run.steps[-1]
+    if not last.total or last.total < 0:
+        return f"{last.step:,}", "step" if last.step == 1 else "steps", ""
+    left = (last.total - last.step) * _interval(run) / max(1, _stride(run))
+    small = (
+        f"about {_long(left)} left" if state.kind == "running" and left else formatting.percent(last.step / last.total)
+    )
+    return f"{last.step:,}", f"of {last.total:,} steps", small
+
+
+def _stride(run: Run) -> float:
+    recent = run.steps[-RECENT:]
+    return (recent[-1].step - recent[0].step) / (len(recent) - 1) if len(recent) > 1 else 1.0
+
+
+def _loss(run: Run) -> Iterator[Fact]:
+    losses = [(each.loss, each.step) for each in run.steps if each.loss is not None]
+    if run.steps[-1].loss is None:
+        yield "nan", "loss", f"not a number at step {run.steps[-1].step:,}"
+    elif losses:
+        lowest, step = min(losses)
+        yield figure(run.steps[-1].loss), "loss", f"lowest {figure(lowest)} at step {step:,}"
+
+
+def _speed(run: Run) -> Iterator[Fact]:
+    examples = [each.examples_per_s for each in run.steps if each.examples_per_s is not None]
+    if speeds := examples or [each.steps_per_s for each in run.steps if each.steps_per_s is not None]:
+        small = f"median {formatting.rate(median(speeds))}"
+        yield formatting.rate(median(speeds[-RECENT:])), f"{'examples' if examples else 'steps'} a second", small
+    took = [sum(each.phases.values()) for each in run.steps if each.phases]
+    if took:
+        small = f"median {formatting.duration(median(took) / 1e3)}"
+        yield formatting.duration(median(took[-RECENT:]) / 1e3), "a step", small
+
+
+def _of(facts: Facts | None, rank: int) -> str:
+    limit = next((each.memory for each in facts.ranks if each.rank == rank and each.memory), None) if facts else None
+    return f", of {formatting.size(limit)}" if limit else ""
+
+
+# ---- times ----
+
+
+def moment(seconds: float) -> str:
+    """In UTC: those who look need not be where the run is."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, OSError, ValueError):
+        return "at an unknown time"
+
+
+def _long(seconds: float) -> str:
+    """``3 min``, ``2 h 10 min``, ``4 d 3 h``."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{max(1, round(seconds))} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

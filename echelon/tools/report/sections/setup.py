@@ -1,0 +1,112 @@
+"""How the run was set up, and what happened to it: settings and who asked for them, plan, environment, events."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.base import formatting
+from echelon.observability.runlog.reader import Event
+from echelon.observability.runlog.run_metadata import Facts, Setting
+from echelon.tools.report.sections.overview import moment
+from echelon.tools.report.sections.table import Table
+
+#: Events that are shown; of more, the newest.
+MOST_EVENTS = 400
+#: Letters of a value, beyond which nobody reads it in a table.
+LONGEST = 400
+
+
+@dataclass(frozen=True)
+class Settings:
+    """asked: what somebody has decided; usual: what is so because nobody did. Each is (name, value, origin)."""
+
+    asked: list[tuple[str, str, str]]
+    usual: list[tuple[str, str, str]]
+
+
+def settings(facts: Facts) -> Settings | None:
+    rows = [(each, (each.name, in_words(each.value), each.origin)) for each in facts.settings]
+    asked, usual = [row for each, row in rows if not _usual(each)], [row for each, row in rows if _usual(each)]
+    return Settings(asked, usual) if rows else None
+
+
+def _usual(setting: Setting) -> bool:
+    return setting.origin == "default"
+
+
+def in_words(value: Any) -> str:
+    """As one would write it: text as it is, the rest as JSON."""
+    if value is None:
+        return "none"
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]} ..."
+
+
+def plan_text(facts: Facts) -> str:
+    return json.dumps(facts.plan, indent=2, ensure_ascii=False, default=str) if facts.plan else ""
+
+
+def stages(facts: Facts) -> Table | None:
+    rows = [
+        (
+            str(stage.stage),
+            ", ".join(map(str, stage.ranks)),
+            formatting.count(stage.parameters),
+            str(len(stage.units)),
+            ", ".join(stage.units[:LIKE_THESE]) + (" ..." if len(stage.units) > LIKE_THESE else ""),
+        )
+        for stage in facts.stages
+    ]
+    head = ("stage", "ranks", "parameters", "units", "which")
+    return Table("What each stage has", head, rows, (0, 2, 3)) if rows else None
+
+
+#: Names of units in a row of the table of stages.
+LIKE_THESE = 8
+
+
+def environment(facts: Facts) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in _environment(facts) if value]
+
+
+def _environment(facts: Facts) -> Iterator[tuple[str, str]]:
+    world = facts.world
+    yield "command", shlex.join(["echelon", "train", *facts.command[1:]] if facts.is_zoo else facts.command)
+    yield "started", f"{moment(facts.started)}{f' (attempt {facts.attempt + 1})' if facts.attempt else ''}"
+    yield "Echelon", facts.echelon
+    yield "PyTorch", facts.torch
+    yield "Python", facts.python
+    yield "started by", world.launcher
+    yield "messages", world.backend
+    devices = dict.fromkeys(rank.device.partition(" ")[2] or rank.device for rank in facts.ranks)
+    yield "devices", "; ".join(filter(None, devices))
+    yield "hosts", ", ".join(dict.fromkeys(rank.host for rank in facts.ranks if rank.host))
+    if facts.parameter_count:
+        yield "parameters", f"{facts.parameter_count:,} ({formatting.size(facts.parameter_bytes)})"
+    if facts.flops_per_step:
+        yield "arithmetic of a step", f"{facts.flops_per_step:.4g} FLOP"
+
+
+@dataclass(frozen=True)
+class Events:
+    """rows: (time, kind, who, text), the newest first; left_out: older ones that are not shown"""
+
+    rows: list[tuple[str, str, str, str]]
+    counts: list[tuple[str, int]]
+    left_out: int
+
+
+def events(found: Sequence[Event]) -> Events | None:
+    if not found:
+        return None
+    shown = list(reversed(found[-MOST_EVENTS:]))
+    rows = [
+        (moment(each.time), each.kind, "" if each.rank is None else f"rank {each.rank}", each.text) for each in shown
+    ]
+    kinds = dict.fromkeys(each.kind for each in found)
+    counts = [(kind, sum(each.kind == kind for each in found)) for kind in kinds]
+    return Events(rows, counts, len(found) - len(shown))

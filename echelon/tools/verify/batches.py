@@ -1,0 +1,184 @@
+"""Batches on disk, and one global batch from those of the replicas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from echelon.base.errors import DataError
+from echelon.parallel.objective import count_samples
+from echelon.parallel.pipeline.pipeline_runner import micro_batches
+
+_STRUCTURE = "structure"
+
+
+class Piece(NamedTuple):
+    """A batch, and its part of the mean loss."""
+
+    batch: Any
+    weight: float
+
+
+class Pieces(NamedTuple):
+    """What one process computes in place of all replicas: the loss is the weighted sum over these."""
+
+    pieces: tuple[Piece, ...]
+
+
+# ---- on disk ----
+
+
+def describe(batch: Any) -> tuple[Any, list[Tensor]]:
+    """The batch as JSON values and the tensors they refer to; a one-line error for what neither of them is."""
+    tensors: list[Tensor] = []
+    return _described(batch, tensors), tensors
+
+
+def _described(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return ["dict", {key: _described(inner, tensors) for key, inner in value.items()}]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_described(inner, tensors) for inner in value]]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["value", value]
+    raise DataError(
+        f"the batch holds a {type(value).__name__}, which verify cannot give to another process; it takes tensors, "
+        "numbers and text in tuples, lists and dicts"
+    )
+
+
+def write_batch(path: Path, batch: Any) -> None:
+    structure, tensors = describe(batch)
+    plain = {str(i): tensor.detach().cpu().contiguous().clone() for i, tensor in enumerate(tensors)}
+    save_file(plain, path, metadata={_STRUCTURE: json.dumps(structure)})
+
+
+def read_batch(path: Path) -> Any:
+    with safe_open(path, framework="pt") as stored:
+        structure = json.loads(stored.metadata()[_STRUCTURE])
+        tensors = {int(name): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+    return rebuilt(structure, tensors)
+
+
+def rebuilt(structure: Any, tensors: Mapping[int, Tensor]) -> Any:
+    kind, inner = structure
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "dict":
+        return {key: rebuilt(value, tensors) for key, value in inner.items()}
+    if kind == "value":
+        return inner
+    listed = [rebuilt(value, tensors) for value in inner]
+    return listed if kind == "list" else tuple(listed)
+
+
+# ---- together ----
+
+
+def together(batches: Sequence[Any], counts: Sequence[float], *, apart: bool, micro: int = 1) -> Pieces:
+    """What one process is given for the batches of all replicas, of which each counts as its samples.
+
+    They become one batch, the replicas' rows in order. Where they do not fit into one (lengths that differ, say), or
+    ``apart`` asks for the sum of the replicas' losses, it takes them one after another.
+    micro: layers that look at several rows at once (batch norm) see micro-batches: these are put together instead
+    """
+    if apart:
+        return Pieces(tuple(Piece(batch, 1.0) for batch in batches))
+    total = sum(counts)
+    if micro > 1:
+        return _by_micro_batch(batches, [count / total for count in counts], micro)
+    whole = joined(batches)
+    if whole is not None:
+        return Pieces((Piece(whole, 1.0),))
+    return Pieces(tuple(Piece(batch, count / total) for batch, count in zip(batches, counts, strict=True)))
+
+
+def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int) -> Pieces:
+    """The first micro-batches of all replicas together, then the second ones ..."""
+    pieces: list[Piece] = []
+    for parts in zip(*(micro_batches(batch, micro) for batch in batches), strict=True):
+        real = [(part.batch, weight * part.part) for part, weight in zip(parts, weights, strict=True) if part.rows]
+        whole = joined([batch for batch, _ in real]) if real else None
+        if whole is not None:
+            pieces.append(Piece(whole, sum(weight for _, weight in real)))
+        else:
+            pieces += [Piece(batch, weight) for batch, weight in real]
+    return Pieces(tuple(pieces))
+
+
+def alike(batches: Sequence[Any]) -> bool:
+    """Whether they are several, and one and the same."""
+    (shape, first), *others = (describe(batch) for batch in batches)
+    return bool(others) and all(
+        other == shape and all(torch.equal(a, b) for a, b in zip(first, leaves, strict=True))
+        for other, leaves in others
+    )
+
+
+class _ApartError(Exception):
+    """There is no one batch of these."""
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """One batch with the rows of all; None where that is not plain to see."""
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return _joined(batches, [count_samples(batch) for batch in batches])
+    except (_ApartError, DataError):  # DataError: nothing in it has rows
+        return None
+
+
+def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise _ApartError
+    if isinstance(first, Tensor):
+        return _merged(values, rows)
+    if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
+            raise _ApartError
+        return {key: _joined([value[key] for value in values], rows) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined_list(values, rows))
+    if any(value != first for value in values):
+        raise _ApartError
+    return first
+
+
+def _joined_list(values: Sequence[Any], rows: Sequence[int]) -> Iterable[Any]:
+    """Texts or numbers that are as many as there are rows are one for each row: names of files, say."""
+    plain = not any(isinstance(inner, Tensor | Mapping | list | tuple) for value in values for inner in value)
+    by_row = plain and all(len(value) == count for value, count in zip(values, rows, strict=True))
+    if by_row and (any(value != values[0] for value in values) or any(isinstance(inner, str) for inner in values[0])):
+        return (inner for value in values for inner in value)
+    if any(len(value) != len(values[0]) for value in values):
+        raise _ApartError
+    return [_joined(alike, rows) for alike in zip(*values, strict=True)]
+
+
+def _merged(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    first = tensors[0]
+    if any(t.shape[1:] != first.shape[1:] or t.dim() != first.dim() or t.dtype != first.dtype for t in tensors):
+        raise _ApartError
+    if first.dim() and all(tensor.shape[0] == count for tensor, count in zip(tensors, rows, strict=True)):
+        return torch.cat(list(tensors))
+    if any(not torch.equal(tensor, first) for tensor in tensors):
+        raise _ApartError
+    return first
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)

@@ -1,0 +1,220 @@
+"""Both sides of a loop of one's own: ``Listener`` on the ranks, ``Repeater`` in the one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from echelon.base.errors import DataError
+from echelon.tools.verify.batches import alike, joined, on_device, read_batch, write_batch
+from echelon.tools.verify.denominators import denominators
+from echelon.tools.verify.loop_events import FILLED, Followed, Kind, put_together, rows_of
+from echelon.tools.verify.messages import Question
+from echelon.tools.verify.padded_batches import padded_together
+from echelon.tools.verify.samples import Gathered, SampleReader, SampleWriter, is_passed_on
+from echelon.tools.verify.unsharded_data import whole_data
+
+_OVER = object()
+#: Why there is no one batch for one process, and what to do.
+APART = (
+    "the replicas' batches do not fit into one (rows of other lengths?), so that one process cannot be given the "
+    "global batch; take engine.loader(dataset, collate=...), whose samples are collated anew, or batches of one length"
+)
+
+
+def _file(question: Question, number: int, replica: int) -> Path:
+    return question.file(f"event-{number}-{replica}.safetensors")
+
+
+class Listener:
+    """Holds what has come in until ``write``: only then is it known that the loop is the script's own.
+
+    kinds: of all events so far
+    rows:  of the last batch
+    counts: of the last batch, what its loss may average over
+    stray: functions that drew what cannot be followed
+    read_whole: of data loaders of torch's that deal out a whole data set, a checksum of that
+    """
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self.kinds: list[Kind] = []
+        self.rows: int | None = None
+        self.counts: dict[str, float] = {}
+        self.read_whole: list[int | None] = []
+        self.stray: set[str] = set()
+        self._held: list[tuple[int, Any]] = []
+        self._off, self.quiet = False, False
+
+    def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
+        loader = source if isinstance(source, Followed) else None
+        writer = loader.samples if loader is not None and isinstance(loader.samples, SampleWriter) else None
+        if writer is not None:
+            writer.begin()
+        if isinstance(source, DataLoader) and not self.read_whole:
+            self.read_whole.append(whole_data(source))
+        with self._quietly(writer):
+            batches = own()
+        while True:
+            with self._quietly(writer):
+                batch = next(batches, _OVER)
+            if batch is _OVER:
+                break
+            if writer is not None and loader is not None:
+                writer.handed_out(counts=loader.share > 0)
+            if not self._off:
+                self.rows, self.counts = rows_of(batch), denominators(batch)
+            self._note("batch", batch)
+            yield batch
+        self._note("end", None)
+
+    @contextlib.contextmanager
+    def _quietly(self, writer: SampleWriter | None) -> Iterator[None]:
+        before, self.quiet = self.quiet, True
+        try:
+            with writer.listening() if writer is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self.quiet = before
+
+    def drawn(self, own: Tensor, name: str) -> Tensor:
+        self._note("draw", own.detach().clone())
+        return own
+
+    def strayed(self, name: str) -> None:
+        self.stray.add(name)
+
+    def stop(self) -> None:
+        """It is no loop of its own: nothing is held any more."""
+        self._off, self._held = True, []
+
+    def write(self, replica: int | None) -> None:
+        """What came in since the last time. replica: none where another rank has the same and writes it"""
+        for number, value in self._held:
+            if replica is not None and value is not None:
+                try:
+                    write_batch(_file(self._question, number, replica), value)
+                except DataError as error:
+                    self._question.refuse(str(error))
+        self._held = []
+
+    def _note(self, kind: Kind, value: Any) -> None:
+        if not self._off:
+            self._held.append((len(self.kinds), value))
+            self.kinds.append(kind)
+
+
+def whole_batch(batches: list[Any], own: Any, gathered: Gathered | None) -> Any:
+    """Return the batches of all replicas as one; None where they do not fit and their samples are not known.
+
+    own:      what the script in one process made of ``gathered``, or of a batch of its own
+    gathered: the samples of all replicas, collated anew
+    """
+    whole = joined(batches)
+    if whole is not None or gathered is None:
+        return whole
+    whole = padded_together(own, batches)
+    return own if whole is None and is_passed_on(own, gathered, batches) else whole
+
+
+class Gatherer:
+    """In one process, for a script that calls ``engine.step()``: its loaders hand out global batches, where the
+    samples of all replicas are known.
+
+    last: the batch handed out last
+    """
+
+    def __init__(self) -> None:
+        self.last: Gathered | None = None
+        self.quiet = False
+
+    def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
+        reader = source.samples if isinstance(source, Followed) else None
+        for batch in own():
+            self.last = reader.next() if isinstance(reader, SampleReader) else None
+            yield batch if self.last is None else self.last.batch
+
+    def drawn(self, own: Tensor, name: str) -> Tensor:
+        return own
+
+    def strayed(self, name: str) -> None:
+        """Nothing is followed here but batches."""
+
+
+class Repeater:
+    """Hands out what the ranks got, in the same order.
+
+    kinds: of the ranks' events
+    order: which of them comes as which, where that is not their own order
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        kinds: Sequence[Kind],
+        replicas: int,
+        device: torch.device,
+        order: Callable[[int], int] | None = None,
+    ) -> None:
+        self._question, self._kinds, self._replicas, self._device = question, kinds, replicas, device
+        self._order = order or (lambda number: number)
+        self._at, self._event, self.quiet = 0, 0, False
+        self._rows: list[int | None] = [None] * replicas
+        self.alike, self.batches_taken = True, 0  #: whether the replicas' batches were, and how many there were
+        self.stray: set[str] = set()
+
+    def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
+        reader = source.samples if isinstance(source, Followed) else None
+        while self._next("batch", "end") == "batch":
+            found = self._taken()
+            self._rows = [rows_of(batch) for batch in found]
+            gathered = reader.next() if isinstance(reader, SampleReader) else None
+            self.alike = self.alike and alike(found)
+            self.batches_taken += 1
+            whole = whole_batch(found, None if gathered is None else gathered.batch, gathered)
+            if whole is None:
+                self._question.give_up(APART)
+            yield whole
+
+    def drawn(self, own: Tensor, name: str) -> Tensor:
+        if self._next("draw") is None:
+            return own
+        found = self._taken()
+        rows = self._rows if len(found) == len(self._rows) else [None] * len(found)
+        whole, in_place = put_together(found, own, rows, order=name == "randperm"), name in FILLED
+        if whole is None or (in_place and whole.shape != own.shape):
+            self.strayed(f"random numbers of shape {tuple(own.shape)}, other ones on each rank")
+            return own
+        if not in_place:
+            return whole.requires_grad_(own.requires_grad)
+        with torch.no_grad():
+            return own.copy_(whole)
+
+    def strayed(self, name: str) -> None:
+        self.stray.add(name)
+
+    def _next(self, *wanted: Kind) -> Kind | None:
+        """None after the last event: what comes then is not compared any more."""
+        self._event = self._order(self._at)
+        if self._event >= len(self._kinds):
+            return None
+        kind = self._kinds[self._event]
+        if kind not in wanted:
+            names = {"batch": "a batch of its loader", "end": "the end of its loader", "draw": "random numbers"}
+            self._question.refuse(
+                f"the loop takes another course in one process: it asks for {names[wanted[0]]} where the ranks had "
+                f"{names[kind]}; let it not depend on their number"
+            )
+        self._at += 1
+        return kind
+
+    def _taken(self) -> list[Any]:
+        """What the replicas got there."""
+        paths = [_file(self._question, self._event, replica) for replica in range(self._replicas)]
+        return [on_device(read_batch(path), self._device) for path in paths if path.exists()]

@@ -1,0 +1,86 @@
+"""Random numbers that a model or a loss draws inside ``engine.step()``: the ranks write them down, one process is given
+those of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.tools.verify.batches import on_device, read_batch, write_batch
+from echelon.tools.verify.loop_events import FILLED, put_together
+from echelon.tools.verify.messages import Question
+
+#: One draw: the function's name and what it gave.
+Draw = tuple[str, Tensor]
+
+
+def _file(question: Question, call: int, replica: int) -> Path:
+    return question.file(f"draws-{call}-{replica}.safetensors")
+
+
+def write_draws(question: Question, call: int, replica: int, draws: Sequence[Draw]) -> None:
+    if draws:
+        write_batch(_file(question, call, replica), [list(draw) for draw in draws])
+
+
+def read_draws(question: Question, call: int, replica: int, device: torch.device) -> list[Draw]:
+    path = _file(question, call, replica)
+    found: list[Any] = on_device(read_batch(path), device) if path.exists() else []
+    return [(name, drawn) for name, drawn in found]
+
+
+class DrawWriter:
+    """On a rank: what one pass has drawn so far. stray: functions whose draws cannot be seen"""
+
+    quiet = False
+
+    def __init__(self) -> None:
+        self.draws: list[Draw] = []
+        self.stray: set[str] = set()
+
+    def drawn(self, own: Tensor, name: str) -> Tensor:
+        self.draws.append((name, own.detach().clone()))
+        return own
+
+    def strayed(self, name: str) -> None:
+        self.stray.add(name)
+
+    def take(self) -> list[Draw]:
+        """Return the draws of the pass that is over."""
+        draws, self.draws = self.draws, []
+        return draws
+
+
+class DrawReader:
+    """In one process: hands out, in their order, the draws of all replicas one below the other.
+
+    replicas: their draws; of one alone where it takes their batches one after another
+    """
+
+    quiet = False
+
+    def __init__(self, replicas: Sequence[Sequence[Draw]], stray: set[str]) -> None:
+        self._replicas, self.stray, self._at = replicas, stray, 0
+
+    def drawn(self, own: Tensor, name: str) -> Tensor:
+        at, self._at = self._at, self._at + 1
+        found = [draws[at] for draws in self._replicas if len(draws) > at]
+        whole = None
+        if len(found) == len(self._replicas) and found and all(known == name for known, _ in found):
+            drawn = [value for _, value in found]
+            alone = drawn[0] if len(drawn) == 1 else None
+            whole = put_together(drawn, own, [None] * len(drawn), order=name == "randperm") if alone is None else alone
+        if whole is None or whole.shape != own.shape or whole.dtype != own.dtype:
+            self.strayed(f"{name} of shape {tuple(own.shape)}")
+            return own
+        if name not in FILLED:
+            return whole.requires_grad_(own.requires_grad)
+        with torch.no_grad():
+            return own.copy_(whole)
+
+    def strayed(self, name: str) -> None:
+        self.stray.add(name)

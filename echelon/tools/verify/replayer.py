@@ -1,0 +1,294 @@
+"""In one process: it is given what the ranks began with and their batches put together, and measures how far it comes
+out elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from echelon.api.distribute_args import Terms
+from echelon.data import Loader
+from echelon.parallel.data.global_loss import StagedTally, Tally
+from echelon.strategy import Strategy
+from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.slices import Slices
+from echelon.tools.verify.accumulation import Accumulation, find_accumulation
+from echelon.tools.verify.batches import Piece, Pieces, alike, on_device, read_batch, together
+from echelon.tools.verify.denominators import denominators
+from echelon.tools.verify.differences import (
+    gradient_differences,
+    mostly,
+    movement_differences,
+    rounding,
+    weight_differences,
+)
+from echelon.tools.verify.expected_differences import LOOSER, TOLERANCE
+from echelon.tools.verify.loop_events import Draws, Intake, follow
+from echelon.tools.verify.loop_replay import APART, Gatherer, Repeater, whole_batch
+from echelon.tools.verify.messages import Question, leave
+from echelon.tools.verify.module_outputs import Outputs
+from echelon.tools.verify.observer import INITIAL, Witness, mean_loss, share
+from echelon.tools.verify.random_draws import Draw, DrawReader, read_draws
+from echelon.tools.verify.randomness import unrest
+from echelon.tools.verify.samples import SampleReader
+
+if TYPE_CHECKING:
+    from echelon.tools.verify.observed_engine import Witnessed
+
+#: What to do where one process cannot follow the ranks' passes.
+ACCUMULATES = "let both be the same, or the first a multiple of the second with the same draws and batches in each pass"
+#: What marks and clusters come to in one process: nothing.
+UNMARKED, ALONE = Marks(units={}, splits={}, replicates=(), pipeline=None, default=None), Slices()
+
+
+class Replayer(Witness):
+    """In the one process that all is compared with."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        told = question.answered("plan")
+        assert told is not None, "the plan's own run has answered before this one is asked"
+        self._told = told
+        self._calls = 0
+        self._losses: list[list[float]] = []
+        self._steps: list[dict[str, Any]] = []
+        self._outputs: Outputs | None = None
+        self._found: dict[str, Any] = {}
+        self._at_hand: dict[str, Any] = {}
+        self._initial: dict[str, Tensor] = {}  # parameters, as they were
+        self._rounding: dict[str, Tensor] = {}  # entries of parameters that tell nothing any more
+        self._options = ""  # where the script gives one process another learning rate, say
+        self._pieces = Pieces(())
+        self._alike = True  # the replicas' batches, so far
+        self._loop: Repeater | None = None
+        self._listening = contextlib.ExitStack()
+        self._added = 0.0
+        self._gatherer, self._loaders = Gatherer(), 0
+        self._passes = 0  # of the update at hand, in a loop of its own
+        self._accumulation: Accumulation | None = None
+        self._draws: list[list[Draw]] = []  # of the replicas, in the pass at hand
+        self._stray: set[str] = set()
+        self._shares: list[dict[str, Any]] = []  # of the passes of the update at hand
+        self._counts: dict[str, float] = {}  # of the global batch: what its loss may average over
+        self._doubts: dict[str, None] = {}  # why the ranks' numbers cannot be told to be those of one process
+
+    def terms(self, asked: Terms) -> Terms:
+        """Of a strategy, what one process with the global batch would do as well. Passes of an update are as many as
+        on the ranks: a script may divide them by their number."""
+        shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "clip")}
+        merged = self._told["gradient_merge"]
+        if merged != asked.strategy.gradient_merge:
+            self._options = f"gradient_merge is {merged} on the ranks, {asked.strategy.gradient_merge} in one"
+        own = Strategy(**shared, gradient_merge=merged, amp=False, fast=False)
+        return Terms(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
+
+    # ---- a loop of its own ----
+
+    def begin(self, engine: Witnessed) -> None:
+        if not self._told["own_loop"]:
+            return
+        self._begin(engine)
+        self._accumulation = self._find_accumulation()
+        order = self._accumulation.event if self._accumulation is not None else None
+        told = self._told["events"], self._told["replicas"]
+        self._loop = Repeater(self.question, *told, engine.world.device, order)
+        self._listening.enter_context(self.listening(engine))
+        Intake(self._loop, self.question.wide).open()
+
+    def loader(self, engine: Witnessed, loader: Loader) -> Loader:
+        self._loaders += 1
+        samples = SampleReader(self.question, loader, self._loaders, self._told["replicas"], engine.world.device)
+        return follow(loader, self._loop or self._gatherer, self.question.wide, samples)
+
+    def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
+        loss = loss * self._told["replicas"] if self._told["apart"] else loss
+        self._added += float(loss.detach())
+        self._passes += 1
+        return loss
+
+    def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
+        self._check_passes()
+        self._losses, self._shares, self._added = [[self._added, 1.0]], [share(self._added, 1.0, {})], 0.0
+        self._listening.close()
+        if self._outputs is not None:
+            rounds = 1 if self._accumulation is None else self._accumulation.rounds
+            self._found, self._outputs = dict(self._outputs.found(rounds)), None
+
+    def _check_passes(self) -> None:
+        """Where the first update takes other passes than on the ranks, ask for a run that knows how many."""
+        ranks, own, self._passes = self._told["passes"][len(self._steps)], self._passes, 0
+        if own == (self.question.passes or ranks):
+            return
+        if not self._steps and not self.question.passes:
+            self.question.note("passes", own)
+            leave()
+        self.question.give_up(f"an update adds up {own} losses in one process and {ranks} on the ranks; {ACCUMULATES}")
+
+    def _find_accumulation(self) -> Accumulation | None:
+        own = self.question.passes
+        if not own:
+            return None
+        found = find_accumulation(own, self._told["passes"], self._told["marks"])
+        if found is None:
+            ranks = self._told["passes"][0]
+            self.question.give_up(
+                f"an update adds up {own} losses in one process and {ranks} on the ranks; {ACCUMULATES}"
+            )
+        self._options = f"an update adds up {found.ranks} losses on the ranks, {found.own} in one"
+        return found
+
+    # ---- engine.step ----
+
+    def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
+        if not self._calls:
+            self._begin(engine)
+        counted = [(int(replica), *told) for replica, *told in self._told["calls"][self._calls] if told[0]]
+        paths = [self.question.file(f"batch-{self._calls}-{replica}.safetensors") for replica, *_ in counted]
+        batches = [on_device(read_batch(path), engine.world.device) for path in paths]
+        self._alike = self._alike and alike(batches)
+        counts, device = [samples for _, samples, _ in counted], engine.world.device
+        self._draws = [read_draws(self.question, self._calls, replica, device) for replica, *_ in counted]
+        self._calls += 1
+        self._pieces = self._given(inputs, batches, counts, weighed=all(weighed for *_, weighed in counted))
+        return self._pieces, sum(counts)
+
+    def _given(self, inputs: Any, batches: list[Any], counts: list[float], *, weighed: bool) -> Pieces:
+        """Return what one process computes with. weighed: the script has said what each batch counts for"""
+        apart, micro, self._counts = self._told["apart"], self._told["micro"], {}
+        if not apart and micro == 1:
+            whole = whole_batch(batches, inputs, self._gatherer.last)
+            if whole is not None:
+                self._counts = denominators(whole)
+                return Pieces((Piece(whole, 1.0),))
+            if not weighed:
+                self._doubts[APART] = None
+        return together(batches, counts, apart=apart, micro=micro)
+
+    def _begin(self, engine: Witnessed) -> None:
+        self._outputs = Outputs(engine.model)
+        initial = load_file(self.question.file(INITIAL), device=str(engine.world.device))
+        own = engine.model.state_dict()
+        strangers = [name for name in {**own, **initial} if _shape(own.get(name)) != _shape(initial.get(name))]
+        if strangers:
+            self.question.refuse(
+                f"the script builds another model in one process: '{strangers[0]}' has shape "
+                f"{_shape(own.get(strangers[0]))} there and {_shape(initial.get(strangers[0]))} on the ranks; let it "
+                "not depend on their number"
+            )
+        engine.model.load_state_dict(initial, strict=False)  # what is no tensor is the module's own
+        floats = [name for name, value in engine.model.named_parameters() if value.is_floating_point()]
+        self._initial = {name: initial[name].cpu() for name in floats if name in initial}
+
+    def listening(self, engine: Witnessed) -> AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        if self._outputs is not None:
+            stack.enter_context(self._outputs.listening())
+        if self._loop is None:
+            stack.enter_context(self._drawing())
+        return stack
+
+    def _drawing(self) -> AbstractContextManager[Any]:
+        """While the model computes, what it draws is what the ranks drew."""
+        if not any(self._draws):
+            return contextlib.nullcontext()
+        pieces = len(self._pieces.pieces)
+        if pieces == 1:
+            return Draws(DrawReader(self._draws, self._stray))
+        one_by_one = [draw for draws in self._draws for draw in draws] if pieces == len(self._draws) else []
+        return Draws(DrawReader([one_by_one], self._stray))
+
+    def loss(self, engine: Witnessed, tally: Tally | StagedTally, count: float) -> None:
+        self._losses.append([float(tally.loss), count])
+        self._shares.append(share(float(tally.loss), count, self._counts))
+        if self._outputs is not None:
+            self._found, self._outputs = dict(self._outputs.found()), None
+
+    # ---- both ----
+
+    def gradients(self, engine: Witnessed, optimizers: Sequence[str]) -> bool:
+        path = self.question.file(f"gradients-{len(self._steps)}.safetensors")
+        if not path.exists():  # an overflow of 16 bits: the ranks have skipped it
+            return False
+        self._take_options(engine)
+        own, theirs = engine.whole_gradients(optimizers), load_file(path)
+        path.unlink()
+        if not theirs:  # applied and let go while backward ran
+            return True
+        found = self._at_hand["gradients"] = gradient_differences(theirs, own)
+        for name, entries in rounding(theirs, own).items():
+            # a gradient that is wrong is no rounding, unless the strategy makes it so
+            if self._loosely or found[name].relative <= LOOSER * TOLERANCE:
+                self._rounding[name] = entries | self._rounding[name] if name in self._rounding else entries
+        return True
+
+    @property
+    def _loosely(self) -> bool:
+        """The strategy makes gradients other ones, and weights are compared all the same."""
+        reasons = self._told["expected"]
+        return bool(reasons) and all(one["weights"] is not None for one in reasons)
+
+    def _take_options(self, engine: Witnessed) -> None:
+        """Learning rates and the like as the ranks have them: a script may compute them from their number."""
+        for at, (theirs, own) in enumerate(zip(self._told["options"][len(self._steps)], engine.groups(), strict=False)):
+            for name, value in theirs.items():
+                if name in own and not isinstance(own[name], Tensor) and own[name] != value:
+                    self._options = self._options or f"{name} of group {at} is {value} on the ranks, {own[name]} in one"
+                    own[name] = value
+
+    def rate(self, step: int, factor: float) -> float:
+        return float(self._told["rates"].get(str(step), 1.0))
+
+    def applied(self, engine: Witnessed) -> None:
+        path = self.question.file(f"weights-{len(self._steps)}.safetensors")
+        theirs, own = load_file(path), engine.whole_weights()
+        path.unlink()
+        found = weight_differences(theirs, own, self._rounding)
+        self._at_hand["weights"] = {name: value for name, value in found.items() if self._tells(engine, name)}
+        updates = len(self._steps) + 1
+        self._at_hand["moves"] = movement_differences(theirs, own, self._initial, self._rounding, updates)
+        known = {"loss": mean_loss(self._losses)[0], "passes": self._shares, "gradients": {}}
+        self._steps.append({**known, **self._at_hand})
+        self._losses, self._shares, self._at_hand = [], [], {}
+        self.question.note("steps", len(self._steps))
+        if len(self._steps) == self.question.steps:
+            self._end(engine)
+
+    def _tells(self, engine: Witnessed, name: str) -> bool:
+        """Weights that an optimizer moves by gradients that are none (a bias before batch norm) shift the running
+        statistics of the next step."""
+        shifted = bool(self._steps) and bool(mostly(self._rounding))
+        return not shifted or name not in dict(engine.model.named_buffers())
+
+    def _end(self, engine: Witnessed) -> None:
+        own_loop = self._loop is not None
+        restless = 0.0 if own_loop else unrest(lambda: self._again(engine), engine.model, engine.world.device)
+        kinds = {name: type(module).__name__ for name, module in engine.model.named_modules()}
+        self.question.answer(
+            {
+                "steps": self._steps,
+                "outputs": list(self._found.items()),
+                "kinds": kinds,
+                "unrest": restless,
+                "alike": self._alike if self._loop is None else self._loop.alike and self._loop.batches_taken > 0,
+                "doubts": list(self._doubts),
+                "rounding": mostly(self._rounding),
+                "options": self._options,
+                "passes": 1 if own_loop else len(self._pieces.pieces),
+                "stray": sorted(self._loop.stray if self._loop is not None else self._stray),
+            }
+        )
+        leave()
+
+    def _again(self, engine: Witnessed) -> Tensor:
+        """Return the loss of the last batch once more."""
+        with self._drawing():
+            return engine.forward(self._pieces)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

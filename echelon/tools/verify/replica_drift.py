@@ -1,0 +1,46 @@
+"""Whether ranks that hold the same weights still do: what changes them on one rank alone shows nowhere else at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.distributed.tensor_layout import Part
+from echelon.tools.verify.differences import LAST_DIGITS
+
+#: Of one parameter on one rank: its name, which part of it this is, how many numbers, their sum, the sum of their
+#: squares, and the last digit of a 1 in their type.
+Held = list[Any]
+
+
+@torch.no_grad()
+def sums_of(name: str, value: Tensor | Part) -> Held:
+    tensor, part = (value.tensor, str(value.layout.parts)) if isinstance(value, Part) else (value, "")
+    digit = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+    wide = tensor.double()
+    return [name, part, tensor.numel(), float(wide.sum()), float(wide.square().sum()), digit]
+
+
+def drifted(found: Sequence[Sequence[Held]], updates: int) -> list[Any] | None:
+    """The first parameter that differs: its name, by how much at least, and the two ranks. ``found``: by rank."""
+    first: dict[tuple[str, str], tuple[int, Held]] = {}
+    for rank, held in enumerate(found):
+        for one in held:
+            other, beside = first.setdefault((one[0], one[1]), (rank, one))
+            far = _apart(one, beside)
+            if far > LAST_DIGITS * updates * one[5]:
+                return [one[0], far, other, rank]
+    return None
+
+
+def _apart(one: Held, other: Held) -> float:
+    """Relative, of two sums over the same number of values: as much as they tell, which is less than all."""
+    _, _, count, linear, squares, _ = one
+    if not count or (linear, squares) == (other[3], other[4]):
+        return 0.0
+    size = max(squares, other[4])
+    return max(abs(squares - other[4]) / size, abs(linear - other[3]) / math.sqrt(count * size)) if size else 0.0

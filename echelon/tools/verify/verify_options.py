@@ -1,0 +1,41 @@
+"""Asked: the words of ``echelon verify`` as data, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.base.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command, as it was written. words: options of ``echelon run``"""
+
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    steps: int
+    tolerance: float | None
+    words: tuple[str, ...]
+
+    @property
+    def is_of_the_zoo(self) -> bool:
+        """True for ``echelon verify train -- WORDS``, which verifies what ``echelon train WORDS`` runs."""
+        return self.script == "train" and not self.module and not Path(self.script).exists()
+
+
+def check_asked(asked: Asked) -> None:
+    """Refuse what cannot be compared; torch is not needed to tell."""
+    from echelon.launcher.job import check_program
+
+    if Path(asked.script).is_dir() and not asked.module:
+        raise UsageError(f"'{asked.script}' is a directory; give a script")
+    if asked.steps < 1:
+        raise UsageError(f"--steps {asked.steps} compares nothing; give 1 or more")
+    if asked.tolerance is not None and not asked.tolerance > 0:
+        raise UsageError(
+            f"--tolerance {asked.tolerance:g} allows no rounding at all; give a number above 0, such as 1e-5"
+        )
+    if not asked.is_of_the_zoo:
+        check_program(asked.script, asked.module)

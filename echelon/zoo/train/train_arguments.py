@@ -1,0 +1,65 @@
+"""The words of ``echelon train``, sorted: what is for the launcher, for the strategy, and for the run itself.
+
+Names are written with _ or -, values after a space or =. A switch needs no value: --fresh, --amp, --recompute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.strategy import Strategy
+
+STRATEGY_OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy))
+
+
+@dataclass
+class Words:
+    """Each is name to text; True where the name stood alone."""
+
+    run: dict[str, str | bool] = field(default_factory=dict)
+    strategy: dict[str, str | bool] = field(default_factory=dict)
+    launch: dict[str, str | bool] = field(default_factory=dict)
+
+    def again(self) -> list[str]:
+        """As words once more, for the processes that are launched: without what was the launcher's."""
+        return [_word(name, value) for name, value in {**self.run, **self.strategy}.items()]
+
+
+def sort_words(words: Sequence[str], of_launcher: Mapping[str, bool]) -> Words:
+    """of_launcher: the launcher's options, and whether each takes a value."""
+    sorted_words, rest = Words(), list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise UsageError(f"'{word}' is no parameter; write --name value, such as --model_name resnet_v1_50")
+        name, given, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        value: str | bool = text if given else True
+        if not given and rest and not _is_name(rest[0]) and of_launcher.get(name, True):
+            value = rest.pop(0)
+        _put(_drawer(sorted_words, name, of_launcher), name, value)
+    return sorted_words
+
+
+def _is_name(word: str) -> bool:
+    return word.startswith("--") and len(word) > 2  # a negative number begins with one dash
+
+
+def _drawer(words: Words, name: str, of_launcher: Collection[str]) -> dict[str, str | bool]:
+    if name in of_launcher:
+        return words.launch
+    return words.strategy if name.partition(".")[0] in STRATEGY_OPTIONS else words.run
+
+
+def _put(drawer: dict[str, Any], name: str, value: str | bool) -> None:
+    if name in drawer and drawer[name] != value:
+        raise UsageError(f"--{name} is given twice, as {drawer[name]} and {value}; keep one")
+    drawer[name] = value
+
+
+def _word(name: str, value: str | bool) -> str:
+    return f"--{name}" if value is True else f"--{name}={value}"
