@@ -28,7 +28,7 @@ test-gpu:
 ready: $(READY)
 
 matrix: $(READY)
-	$(BIN)/python tests/matrix.py
+	$(BIN)/python tests/support/matrix.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

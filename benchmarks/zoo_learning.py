@@ -4,7 +4,7 @@
 
 Each row is one command. Its figure is that of the command's last line, on the part of the data that it did not train
 on, beside a figure that says what is easy: guessing the most common answer, or knowing how often each token occurs.
-Seconds are on whatever the machine had left: no benchmark of speed. tests/zoo_tests/test_zoo_learning.py has smaller
+Seconds are on whatever the machine had left: no benchmark of speed. tests/zoo/test_zoo_learning.py has smaller
 runs of the same. The data is looked for in $ECHELON_TEST_DATA and ../shared/data.
 """
 

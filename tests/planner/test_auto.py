@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from command import processes_with, write
 from harness import errors, run
-from launch.command import processes_with, write
 from matrix import MODELS, Transformer, batch_of, loss_of
 from torch import Tensor, nn
 from zoo import QUIET

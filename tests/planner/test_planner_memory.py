@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run
+from planner_memory_models import CASES
+from planner_memory_worker import measure
 
 from echelon.base.errors import UsageError
 from echelon.plan.schedule import make_schedule
@@ -22,11 +22,6 @@ from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Pass, Sheet, Unit
 from echelon.planner.prediction import Memory
 from echelon.planner.profile.profile import Profile, profile
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from planner_memory_models import CASES
-from planner_memory_worker import measure
 
 NONE = Pass(())
 MB = float(2**20)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Collectives
+from harness import run
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,8 +22,6 @@ from echelon.planner.model_costs import Pass, Unit
 from echelon.planner.profile.builders import bert, gpt, llama
 from echelon.planner.profile.profile import Profile, profile
 from echelon.planner.profile.transformers import bert_model, token_loss
-from tests.counting import Collectives
-from tests.harness import run
 
 PRODUCTS = ("product", "convolution", "attention")
 

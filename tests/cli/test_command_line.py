@@ -305,7 +305,7 @@ def _echelon(place: Path, *words: str, **variables: str) -> subprocess.Completed
 
 
 def _environment(**variables: str) -> dict[str, str]:
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     strangers = ("PADDLE_", "SLURM_", "ECHELON_", "RANK", "WORLD_SIZE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
     return inherited | {"PYTHONPATH": root} | variables

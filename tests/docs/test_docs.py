@@ -15,12 +15,11 @@ from typer.main import get_command
 from echelon.base.environment import PADDLE_HOSTS
 from echelon.cli import app
 
-sys.path.insert(0, str(Path(__file__).parent / "ps"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "site"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "site"))
 import messages
 from serving import served
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

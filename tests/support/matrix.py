@@ -1,6 +1,6 @@
 """The parity matrix: every way to spread a model, times what may be combined with it, against one process.
 
-``python tests/matrix.py`` runs all of it; the tests run a part. Cases on equally many ranks share their processes.
+``python tests/support/matrix.py`` runs all of it; tests run a part. Cases on equally many ranks share their processes.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@ import json
 import os
 import runpy
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command import finish, here, start
 from harness import run
+from training import train_here
 
 from echelon.base.errors import UsageError
 from echelon.cli.launcher_words import launcher_options
@@ -33,10 +34,6 @@ from echelon.zoo.train.strategies import asked_strategy, make_strategy
 from echelon.zoo.train.table import markdown
 from echelon.zoo.train.train_arguments import sort_words
 from echelon.zoo.zoo_tables import listed, shown
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
-from command import finish, here, start
-from training import train_here
 
 LENET = ("--model_name", "lenet", "--dataset_name", "digits", "--image_size", "8", "--batch_size", "32")
 

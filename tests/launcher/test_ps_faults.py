@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from forked import Forked
 from harness import script
 from ps_faults import BATCH, SERVERS, TRAIN, WORKERS, faults, job
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
 from serving import served
 
 pytestmark = pytest.mark.timeout(600)

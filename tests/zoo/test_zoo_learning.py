@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run
-
-sys.path.append(str(Path(__file__).parents[1] / "ps"))
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from serving import served
 from training import train_here
 from zoo_learning import ADULT, DATA, MNIST, SHAKESPEARE, character_losses, easy_masked, here, split_words, train

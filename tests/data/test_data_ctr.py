@@ -403,7 +403,7 @@ NUMBERS = [ADULT[at] for at in (0, 2, 4, 10, 11, 12)]
 
 
 def adult_files():
-    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     return sorted(Path(os.environ.get("ECHELON_TEST_DATA", beside)).glob("adult-*.csv.gz"))
 
 

@@ -10,7 +10,7 @@ from matrix import LAYOUTS, MODELS, OPTIONS, Case, Trained, all_cases, differenc
 
 def _chosen() -> list[Case]:
     """Walk through layouts, and through models and options beside them, so that each meets each other sooner or later.
-    Layouts of four and eight ranks come once; ``python tests/matrix.py`` runs every case."""
+    Layouts of four and eight ranks come once; ``python tests/support/matrix.py`` runs every case."""
     sensible = set(all_cases())
     models, options = list(MODELS), list(OPTIONS)
     chosen: list[Case] = []

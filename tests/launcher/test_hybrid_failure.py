@@ -4,7 +4,6 @@ ends as if nothing had been. And mistakes in spreading a model get one line."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import Ended, echelon, here
+from harness import errors, run, script
 from safetensors.torch import load_file
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import errors, run, script
 from zoo import QUIET
 
 import echelon as framework

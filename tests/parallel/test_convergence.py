@@ -6,17 +6,12 @@ The whole matrix, trained to the end, is benchmarks/convergence.py, from which m
 from __future__ import annotations
 
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
+from convergence import ROWS, Digits, data_folder, read_images, train
 from harness import run
 
 import echelon
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from convergence import ROWS, Digits, data_folder, read_images, train
 
 IMAGES, EPOCHS, SEEDS = 4000, 4, 2
 #: Percentage points between two means over SEEDS. One seed's difference to plain training has a standard deviation of

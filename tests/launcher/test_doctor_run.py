@@ -4,13 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from command import LIMIT, _clean_environment, echelon
 from harness import free_port
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from network import Network
 
 

@@ -1,6 +1,6 @@
 """kill -9 at any moment of a save leaves a checkpoint that is complete: the last one, or the one before it.
 
-``ECHELON_KILLS=50 pytest tests/test_checkpoint_kill.py`` kills more often.
+``ECHELON_KILLS=50 pytest tests/checkpoint/test_checkpoint_kill.py`` kills more often.
 """
 
 import multiprocessing

@@ -17,10 +17,8 @@ from pathlib import Path
 
 import harness
 import pytest
-from command import echelon
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
 import serving
+from command import echelon
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 WORDS = set(re.findall(r"\w+", "ROMEO JULIET NURSE FRIAR night love lord alas come heart stars dream rest"))
@@ -142,7 +140,7 @@ def test_words_find_their_topic(tmp_path: Path) -> None:
 def test_every_example_is_tested() -> None:
     tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
     tested |= {"fluid_nccl2.py", "fluid_pservers.py"}  # test_fluid_ports.py
-    tested |= {"fleet_resnet50.py"}  # tests/zoo_tests/test_fleet_port.py
+    tested |= {"fleet_resnet50.py"}  # tests/zoo/test_fleet_port.py
     tested |= {"experts.py", "many_classes.py", "pipeline.py", "deepfm.py", "wide_deep.py", "word2vec.py", "auto.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 

@@ -1,6 +1,6 @@
 """kill -9 of servers and workers at random moments, in each mode: training must end, nothing be lost, nothing doubled.
 
-    python tests/launch/ps_faults.py --kills 20 --out faults.json      # each mode, servers and workers, 20 moments each
+    python tests/launcher/ps_faults.py --kills 20 --out faults.json  # each mode, servers and workers, 20 moments each
 
 The tests do a few of these; this script does them all and says how long recovery took. In each job the victims are
 killed one after another: the next when training has gone on after the last, and a random moment later.

@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
 from harness import run
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "ps"))
-import command
 from serving import served
 from training import train_here
 

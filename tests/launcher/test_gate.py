@@ -6,13 +6,12 @@ import secrets
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
+import certificates
 import pytest
 from command import finish, start, until, write
 from harness import free_port
@@ -22,9 +21,6 @@ from echelon.base import auth_proxy, job_secret, network, proxy_loop
 from echelon.base.auth_proxy import Gate, Tunnel, WrongSecret, serve_store, way_to_store
 from echelon.base.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
 from echelon.base.errors import PeerLost
-
-sys.path.append(str(Path(__file__).parents[1] / "ps"))
-import certificates
 
 TOKEN = b"a secret of ours"
 LIMIT = timedelta(seconds=20)

@@ -1,6 +1,6 @@
 """Makes inception.json: logits of torchvision's and timm's inceptions for weights and images that a formula gives.
 
-Run where torch, torchvision and timm are installed: python tests/zoo_tests/references/make_inception.py
+Run where torch, torchvision and timm are installed: python tests/zoo/references/make_inception.py
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from command import echelon, here
 from hypothesis import given
 from hypothesis import strategies as st
-from launch.command import echelon, here
 from torch import nn
 
 from echelon.base.config import build, strict
@@ -40,7 +40,7 @@ from echelon.strategy import (
 )
 from echelon.strategy.combine import TABLE, Change, Conflict, refuse_conflicts, verdicts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 #: One value that switches each option on, and the values that some rows of the table are about.
 ON = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import os
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness import run
+from serving import served
 from torch import Tensor, nn
 from zoo import QUIET
 
@@ -28,9 +28,6 @@ from echelon.zoo.entry import Data, Dataset, Request
 from echelon.zoo.models import classification, deepfm, dlrm, toy, wide_deep, word2vec
 from echelon.zoo.tasks import TASKS
 from echelon.zoo.train.parameters import PARAMETERS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ps"))
-from serving import served
 
 assert all((ctr, word_pairs, classification, deepfm, dlrm, toy, wide_deep, word2vec))  # they add their entries
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import certificates
 import pytest
 from harness import context, errors, run
 
@@ -23,9 +24,6 @@ import echelon
 from echelon.base.errors import DataError, EchelonError, UsageError
 from echelon.data import Downloader
 from echelon.data.download import local
-
-sys.path.insert(0, str(Path(__file__).parent / "ps"))
-import certificates
 
 BIG = bytes(range(256)) * 12000  # 3 MB
 SHA = hashlib.sha256(BIG).hexdigest()

@@ -1,7 +1,7 @@
 """State moves between any two ways of spreading a model: what one layout saves another one goes on with.
 
-``ECHELON_ALL_PAIRS=1 pytest tests/test_hybrid_state.py`` tries every pair of layouts on every model; without it, a
-cycle through all of them and some pairs by lot.
+``ECHELON_ALL_PAIRS=1 pytest tests/checkpoint/test_hybrid_state.py`` tries every pair of layouts on every model; without
+it, a cycle through all of them and some pairs by lot.
 """
 
 from __future__ import annotations
