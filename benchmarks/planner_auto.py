@@ -40,14 +40,14 @@ from planner_models import OPTIMIZER, TASKS, Task
 from slow_links import HERE, Contender, ContenderFailed
 
 from echelon.base.config import build
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.draft import Draft
+from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster, Host, Link
 from echelon.planner.cluster.detect import cores
 from echelon.planner.cluster.schema import LinkEntry
 from echelon.planner.cost.predict import Costs
-from echelon.planner.draft import Draft
-from echelon.planner.profile.profile import Profile, profile
-from echelon.planner.search.search import search
+from echelon.planner.plan_search.search import search
+from echelon.planner.profiling.profile import Profile, profile
 from echelon.tools.bench.figures import link_figures
 
 WANTED = 0.97
@@ -173,7 +173,7 @@ class Trial:
         crew = self._crew
         assert crew is not None
         self._network.limit(UNLIMITED)  # to hand out weights and to connect
-        saved = SavedPlan.of(draft, self.profile, model=TASKS[self.name].start()[0])
+        saved = make_saved_plan(draft, self.profile, model=TASKS[self.name].start()[0])
         crew.ask("build", plan=json.loads(saved.to_json()))
         _, self.losses[draft] = crew.train(warm_up=SETTLING, steps=2)
         for rate in rates:

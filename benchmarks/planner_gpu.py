@@ -34,12 +34,12 @@ import torch
 from planner_gpu_models import RESNET, TINY, Workload, bert_large, gpt
 
 import echelon
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.draft import Draft
+from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
-from echelon.planner.draft import Draft
-from echelon.planner.profile.profile import Profile, profile
-from echelon.planner.search.search import search
+from echelon.planner.plan_search.search import search
+from echelon.planner.profiling.profile import Profile, profile
 
 TIME_BOUND, MEMORY_BOUND, WANTED = 0.15, 0.07, 0.97
 WARM_UP = 2
@@ -147,7 +147,7 @@ def attempt(setting: Setting, found: Profile, steps: int) -> Measured | None:
     if setting.compile:
         for name in found.names:
             model.get_submodule(name).compile()
-    saved = SavedPlan.of(setting.draft, found, model=model)
+    saved = make_saved_plan(setting.draft, found, model=model)
     log = echelon.Log(console=False)
     stepping = setting.work.stepping(model)
     try:

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterator
 from typing import get_args
 
-from echelon.planner.draft import Draft
+from echelon.plan.draft import Draft
 from echelon.planner.model_costs import Anatomy
-from echelon.planner.search.partition import cut, sums
+from echelon.planner.plan_search.partition import cut, sums
 from echelon.strategy.annotations.marks import ScheduleName
 
 

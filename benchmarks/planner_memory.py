@@ -25,10 +25,10 @@ from typing import Any, Literal
 import torch
 from planner_memory_models import CASES, ON_CPU, ON_GPU
 
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory
 from echelon.planner.cost.rank_memory import Place, fullest
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory
-from echelon.planner.profile.profile import Profile, profile
+from echelon.planner.profiling.profile import Profile, profile
 
 MB = 1e6
 

@@ -15,8 +15,8 @@ from planner_memory_models import CASES, OPTIMIZERS
 from torch import nn
 
 import echelon
+from echelon.plan.draft import Draft
 from echelon.plan.partition import find_units
-from echelon.planner.draft import Draft
 
 STEPS = 3  # optimizer state and what ranks learn about each other is there from the second on
 

@@ -28,11 +28,11 @@ from planner_models import OPTIMIZER, Batch, Task, part_of, row_counts
 from torch import Tensor, nn
 
 import echelon
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.draft import Draft
+from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.draft import Draft
-from echelon.planner.profile.profile import Profile, profile
-from echelon.planner.search.search import search
+from echelon.planner.plan_search.search import search
+from echelon.planner.profiling.profile import Profile, profile
 
 QUICK = 4e8  # FLOP/s of a quick rank: few enough for a core to have time to spare, with four ranks on two of them
 WIDTH, LAYERS, ROWS = 256, 8, 96
@@ -120,7 +120,7 @@ def aware(found: Profile, cluster: Cluster) -> Draft:
 def engine_for(draft: Draft, found: Profile, flops: float) -> tuple[Any, Any]:
     """And this rank's rows of one global batch after another."""
     model, optimizer = TASK.start()
-    saved = SavedPlan.of(draft, found, model=model)
+    saved = make_saved_plan(draft, found, model=model)
     log = echelon.Log(console=False)
     paced(model, found, flops)
     engine = echelon.distribute(model, loss=TASK.loss, optimizer=optimizer, plan=saved, log=log)

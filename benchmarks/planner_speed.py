@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.profile.builders import bert, gpt
-from echelon.planner.profile.profile import Profile
-from echelon.planner.search.search import search
+from echelon.planner.plan_search.search import search
+from echelon.planner.profiling.builders import bert, gpt
+from echelon.planner.profiling.profile import Profile
 
 
 class Case(NamedTuple):

@@ -10,13 +10,13 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from benchmarks.planner_truth_models import Kernels, Published, Shape
 from benchmarks.planner_truth_rows import Row
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Curve, Host
 from echelon.planner.cluster.devices import kind_named
 from echelon.planner.cost.compute import UnitSeconds
 from echelon.planner.cost.fit import Constant
 from echelon.planner.cost.predict import Costs
 from echelon.planner.cost.system import System
-from echelon.planner.draft import Draft
 
 ON_HOST = 8
 RAILS = 8

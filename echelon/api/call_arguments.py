@@ -18,7 +18,7 @@ from echelon.engine.elastic import Elastic
 from echelon.engine.lr_schedules import PerEpoch
 from echelon.observability.metrics import Log
 from echelon.plan import Plan
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.saved_plan import SavedPlan
 from echelon.strategy import Strategy
 from echelon.strategy.annotations.slices import Slices
 

@@ -34,8 +34,8 @@ from echelon.observability.stall.reporter import report
 from echelon.parallel.data.sync_batch_norm import make_local
 from echelon.parallel.objective import LossFunction, as_batch
 from echelon.plan import Plan, make_plan
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.auto import Choosing, find_saved, origin_of, refuse_company
-from echelon.planner.apply.saved_plan import SavedPlan
 from echelon.planner.apply.trial import find_trial
 from echelon.strategy import Auto, ParameterServer, Strategy
 from echelon.strategy.annotations.annotate import Marks, collect

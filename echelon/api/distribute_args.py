@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from echelon.engine.elastic import Elastic
 from echelon.plan import Plan
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.saved_plan import SavedPlan
 from echelon.strategy import Strategy
 from echelon.strategy.annotations.annotate import Marks
 from echelon.strategy.annotations.slices import Slices

@@ -170,7 +170,7 @@ def memory(
     require_one_of("--schedule", schedule, get_args(ScheduleName))
     require_one_of("--shard", shard, (0, 1, 2, 3))
     if optimizer is not None:
-        from echelon.planner.profile.named_optimizers import check_name
+        from echelon.planner.profiling.named_optimizers import check_name
 
         check_name(optimizer)
     from echelon.cli.commands.memory import memory_words

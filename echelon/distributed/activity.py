@@ -10,12 +10,38 @@ from collections import defaultdict
 from collections.abc import Sequence
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from echelon.observability.trace.span_recorder import Recorder
+    from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
+
+
+class Message(Protocol):
+    """A message to a parameter server, of which a trace counts the bytes."""
+
+    @property
+    def arrays(self) -> Sequence[Any]: ...
+
+
+class SpanRecorder(Protocol):
+    """Takes notes while steps are recorded for a trace (``observability/trace/span_recorder.py``).
+
+    arguments:  of the first call of the model, for counting its arithmetic
+    """
+
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None
+
+    def loaded(self, since: float) -> None: ...
+    def lap(self, phase: str, since: float) -> None: ...
+    def served(self, kind: str, since: float) -> None: ...
+    def waited(self, wait: waiting, at: float) -> None: ...
+    def called(self, call: str, since: float, phase_since: float) -> None: ...
+    def acted(self, action: Any, since: float) -> None: ...
+    def asked(self, kind: str, since: float, sent: Sequence[Message], answers: Sequence[Future[Any]]) -> None: ...
+
 
 #: What follows when a phase of a step is over; see ``clock.PHASES``.
 AFTER = {
@@ -52,7 +78,7 @@ class Activity:
         self.waited = 0.0
         self.busy: dict[str, float] = defaultdict(float)
         self.alike: Sequence[int] = ()
-        self.recorder: Recorder | None = None
+        self.recorder: SpanRecorder | None = None
         self._lapped, self._waited_then = monotonic(), 0.0
 
     def enter(self, phase: str) -> None:

@@ -31,6 +31,7 @@ from echelon.engine.forward_backward import TrainingPasses, refuse_own_loop
 from echelon.engine.in_memory.checkpointer import Memories
 from echelon.engine.leftover_batches import epoch_leftover, run_leftover
 from echelon.engine.loaders import Feeding
+from echelon.engine.local_gradients import LocalGradients
 from echelon.engine.lr_schedules import AnyScheduler, Schedules
 from echelon.engine.own_loop import OwnLoop
 from echelon.engine.parallelize import Parts, assemble
@@ -53,7 +54,6 @@ from echelon.optim.grad_scaler import check_precision
 from echelon.parallel.data.batch_norm import idle
 from echelon.parallel.data.batch_rows import BatchRows
 from echelon.parallel.data.global_loss import StagedTally, Tally
-from echelon.parallel.data.local_gradients import LocalGradients
 from echelon.parallel.evaluate import Judged, Metric, evaluate
 from echelon.parallel.kv_cache import CacheSwitch
 from echelon.parallel.lr_scaling import rate_factor
@@ -65,8 +65,8 @@ from echelon.strategy.annotations.annotate import Marks
 if TYPE_CHECKING:
     from echelon.parallel.data.local_sgd import LocalSteps
     from echelon.parameter_server.worker.session import Served
+    from echelon.plan.saved_plan import SavedPlan
     from echelon.planner.apply.auto import Choosing
-    from echelon.planner.apply.saved_plan import SavedPlan
     from echelon.planner.apply.trial import Trial
 
 

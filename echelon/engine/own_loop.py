@@ -10,9 +10,9 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.engine.collective_calls import together
+from echelon.engine.local_gradients import clip_values
 from echelon.engine.update import Optimizers, parameters_of
 from echelon.parallel.clip import clip_gradients
-from echelon.parallel.data.local_gradients import clip_values
 
 if TYPE_CHECKING:
     from echelon.distributed.world import World

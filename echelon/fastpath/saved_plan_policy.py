@@ -16,7 +16,7 @@ from echelon.plan import Plan
 from echelon.strategy import Fast, Strategy
 
 if TYPE_CHECKING:
-    from echelon.planner.apply.saved_plan import SavedPlan
+    from echelon.plan.saved_plan import SavedPlan
 
 WITHIN = Fast(compile=False, bf16=False, channels_last=False, graphs=False, pad=False)
 

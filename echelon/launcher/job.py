@@ -166,7 +166,7 @@ def check(
 
 def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int, served: bool) -> int:
     """Processes on this host: as many as the plan needs, where nobody has asked for another number."""
-    from echelon.planner.apply.saved_plan import SavedPlan
+    from echelon.plan.saved_plan import SavedPlan
 
     if served:
         raise UsageError("--plan is for jobs without parameter servers; leave --plan or the servers out")

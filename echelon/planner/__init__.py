@@ -1,1 +1,36 @@
 """Choosing a plan: what a model costs, what machines can do, which plan is best, and why."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.plan.draft import Draft
+    from echelon.plan.prediction import Prediction
+    from echelon.planner.cluster.cluster import Cluster
+    from echelon.planner.cost.predict import predict
+    from echelon.planner.plan_search.search import search
+    from echelon.planner.profiling.builders import bert, gpt, llama
+    from echelon.planner.profiling.profile import Profile, profile
+
+#: The module of each public name, imported when the name is asked for.
+_MODULES = {
+    "Cluster": "echelon.planner.cluster.cluster",
+    "Draft": "echelon.plan.draft",
+    "Prediction": "echelon.plan.prediction",
+    "Profile": "echelon.planner.profiling.profile",
+    "bert": "echelon.planner.profiling.builders",
+    "gpt": "echelon.planner.profiling.builders",
+    "llama": "echelon.planner.profiling.builders",
+    "profile": "echelon.planner.profiling.profile",
+    "predict": "echelon.planner.cost.predict",
+    "search": "echelon.planner.plan_search.search",
+}
+
+__all__ = ["Cluster", "Draft", "Prediction", "Profile", "bert", "gpt", "llama", "predict", "profile", "search"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'echelon.planner' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_MODULES[name]), name)

@@ -17,9 +17,9 @@ from harness import script as run_script
 from torch import nn
 
 from echelon.base.environment import PLAN
-from echelon.planner.apply.saved_plan import Predicted, SavedPlan, shapes_of
+from echelon.plan.draft import Draft
+from echelon.plan.saved_plan import Predicted, SavedPlan, shapes_of
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.draft import Draft
 
 SCRIPT = """
 import sys, torch, echelon

@@ -15,7 +15,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy, pipeline, split, stage
-from echelon.parallel.data import gather_batch
+from echelon.nn import gather_batch
 
 ROWS = 11
 

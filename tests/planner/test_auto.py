@@ -23,11 +23,11 @@ from echelon import Auto, Checkpoint, Log, Strategy, split
 from echelon.base.environment import ALONE
 from echelon.base.errors import UsageError
 from echelon.distributed.world import World
+from echelon.plan.draft import Draft
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply import trial
 from echelon.planner.apply.auto import find_plans
-from echelon.planner.apply.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.draft import Draft
 
 TOTAL = 12  # samples of a step
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from test_plan_command import echelon
 
-from echelon.planner.apply.saved_plan import Predicted, SavedPlan
-from echelon.planner.draft import Draft
+from echelon.plan.draft import Draft
+from echelon.plan.saved_plan import Predicted, SavedPlan
 
 PIPELINE = Draft(batch=64, replicate=2, stage=2, cuts=(3,), micro_batches=8, schedule="1f1b")
 SHARDED = Draft(batch=64, replicate=4, shard=1, recompute=(True,))

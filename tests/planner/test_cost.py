@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.collectives import Group, seconds, send_seconds
 from echelon.planner.cost.compute import kernel_seconds, tile_part, unit_seconds
 from echelon.planner.cost.fit import Constant, fit, minimize
 from echelon.planner.cost.placement import place
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Kernel, Pass, Unit
 
 FLAT = ((1.0, 0.5), (1e15, 0.5))

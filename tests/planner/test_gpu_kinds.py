@@ -13,7 +13,7 @@ from echelon.planner.cluster.cluster import Device
 from echelon.planner.cost.compute import kernel_seconds, unit_seconds
 from echelon.planner.cost.system import ECHELON
 from echelon.planner.model_costs import Kernel, Pass, Unit
-from echelon.planner.profile.profile import profile
+from echelon.planner.profiling.profile import profile
 from echelon.tools.bench.gpu_figures import gpu_figures
 
 DEVICE = Device("D", {"float32": 1e12, "bfloat16": 1e13}, 1e9, 1e11, floor=0.0, streams=((1.0, 0.5),))

@@ -18,15 +18,15 @@ from torch import nn
 
 from echelon import cli
 from echelon.base import formatting
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory, Prediction
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.profile.builders import gpt
-from echelon.planner.profile.profile import Profile
-from echelon.planner.search.answer import Answer, Choice
-from echelon.planner.search.search import search
+from echelon.planner.plan_search.answer import Answer, Choice
+from echelon.planner.plan_search.search import search
+from echelon.planner.profiling.builders import gpt
+from echelon.planner.profiling.profile import Profile
 from echelon.tools.plan_report import plan_tables, sensitivity
 from echelon.tools.plan_report.model_source import described_batch, mean_of_outputs
 from echelon.tools.plan_report.report import Report

@@ -13,11 +13,11 @@ import pytest
 from browser import BROWSER, WORDS
 from harness import LIMIT
 
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory, Prediction
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.search.answer import Choice
+from echelon.planner.plan_search.answer import Choice
 from echelon.tools.html.time_scale import MOST_EVENTS
 from echelon.tools.plan_report import plan_page, plan_tables
 from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Size, Stage

@@ -13,15 +13,15 @@ from planner_memory_models import CASES
 from planner_memory_worker import measure
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 from echelon.planner.cost.in_flight import moments
 from echelon.planner.cost.rank_memory import fullest
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Pass, Sheet, Unit
-from echelon.planner.prediction import Memory
-from echelon.planner.profile.profile import Profile, profile
+from echelon.planner.profiling.profile import Profile, profile
 
 NONE = Pass(())
 MB = float(2**20)

@@ -19,8 +19,8 @@ from echelon.base.environment import PLAN_ONLY
 from echelon.base.errors import UsageError
 from echelon.engine.engine import Engine
 from echelon.planner.cost.system import ECHELON
-from echelon.planner.profile.optimizer_state import bytes_an_entry
-from echelon.planner.profile.profile import profile
+from echelon.planner.profiling.optimizer_state import bytes_an_entry
+from echelon.planner.profiling.profile import profile
 from echelon.tools.memory_profile import memory_options as memory
 from echelon.tools.memory_profile.footprint_engine import FootprintEngine
 from echelon.tools.plan_report import plan_options as plans

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pytest
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import PARTS, Prediction
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.predict import Costs, predict
 from echelon.planner.cost.system import System
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Kernel, Message, Pass, Sheet, Unit
-from echelon.planner.prediction import PARTS, Prediction
 
 FLAT = ((1.0, 1.0), (1e18, 1.0))
 DEVICE = Device("flat", {"float32": 1e12}, 1e12, 1e12, launch=0.0, floor=0.0, products=FLAT, streams=FLAT, update=1.0)

@@ -19,9 +19,9 @@ import echelon
 from echelon.parallel.tensor import SplitAxis, apply_split
 from echelon.plan.saved_bytes import SavedBytes
 from echelon.planner.model_costs import Pass, Unit
-from echelon.planner.profile.builders import bert, gpt, llama
-from echelon.planner.profile.profile import Profile, profile
-from echelon.planner.profile.transformers import bert_model, token_loss
+from echelon.planner.profiling.builders import bert, gpt, llama
+from echelon.planner.profiling.profile import Profile, profile
+from echelon.planner.profiling.transformers import bert_model, token_loss
 
 PRODUCTS = ("product", "convolution", "attention")
 

@@ -18,10 +18,10 @@ import echelon
 from echelon import Strategy, split
 from echelon.base.errors import UsageError
 from echelon.parallel.objective import Objective
+from echelon.plan.draft import Draft
+from echelon.plan.saved_plan import Predicted, SavedPlan, shapes_of
 from echelon.plan.stage_trace import record
 from echelon.planner.apply.realize import draft_of, realize
-from echelon.planner.apply.saved_plan import Predicted, SavedPlan, shapes_of
-from echelon.planner.draft import Draft
 
 BATCH, STEPS = 12, 3
 UNITS = {

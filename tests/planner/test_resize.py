@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
-from echelon.planner.profile.profile import Profile, profile
+from echelon.planner.profiling.profile import Profile, profile
 from echelon.tools.memory_profile import Job, find_footprint
 
 TABLES, EACH, WIDTH = 3, 4, 8

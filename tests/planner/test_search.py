@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.predict import Costs
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Kernel, Message, Pass, Sheet, Unit
-from echelon.planner.search.meshes import find_micro_batches
-from echelon.planner.search.partition import Room, cut, slowest, sums
-from echelon.planner.search.search import TIE, search
-from echelon.planner.search.shares import share_out
+from echelon.planner.plan_search.meshes import find_micro_batches
+from echelon.planner.plan_search.partition import Room, cut, slowest, sums
+from echelon.planner.plan_search.search import TIE, search
+from echelon.planner.plan_search.shares import share_out
 
 INSIDE = Link("inside", 100e9, 2e-6)
 NETWORK = Link("network", 10e9, 1e-5)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.profile import profile
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.profile import profile
 from echelon.strategy.annotations.marks import Split
 from echelon.tools.memory_profile import Job, find_footprint
 

@@ -13,7 +13,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Strategy
-from echelon.parallel.data import gather_batch
+from echelon.nn import gather_batch
 
 
 def _clip() -> transformers.CLIPModel:

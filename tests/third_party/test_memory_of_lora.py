@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.planner.profile.profile import profile
+from echelon.planner.profiling.profile import profile
 from echelon.tools.memory_profile import Job, find_footprint
 
 peft = pytest.importorskip("peft")

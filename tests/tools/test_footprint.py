@@ -29,11 +29,11 @@ from echelon.distributed.local_state import Holdings
 from echelon.observability.runlog import reader
 from echelon.observability.runlog.held_tensors import measured
 from echelon.optim import LAMB, LARS
+from echelon.plan.draft import Draft
 from echelon.plan.fake_forward import is_placeholder
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.draft import Draft
-from echelon.planner.profile.profile import Profile, profile
+from echelon.planner.profiling.profile import Profile, profile
 from echelon.strategy import Lean, Shard, Strategy
 from echelon.strategy.annotations.annotate import Marks, annotate, collect, pipeline, split, stage
 from echelon.strategy.annotations.marks import Pipeline
@@ -518,7 +518,7 @@ def test_a_saved_plan_holds_what_the_same_words_do(tmp_path: Path) -> None:
     model = "gpt:layers=4,hidden=32,heads=2,sequence=8,vocabulary=60"
     looked = find_source(plans.Asked(model=model, cluster="1xCPU", batch=8), Cluster.parse("1xCPU")).profile
     draft = Draft(batch=8, stage=2, cuts=(3,), micro_batches=2, schedule="1f1b", replicate=2, shard=1)
-    SavedPlan.of(draft, looked).save(tmp_path / "plan.json")
+    make_saved_plan(draft, looked).save(tmp_path / "plan.json")
     planned = asked(model, [], plan=str(tmp_path / "plan.json"))
     marks = Marks(
         units={name: int(at >= 3) for at, name in enumerate(looked.names)}, splits={}, replicates=(),

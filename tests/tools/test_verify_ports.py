@@ -16,7 +16,7 @@ from verifying import STEPS, verified
 
 import echelon
 from echelon import Strategy
-from echelon.parallel.data import gather_batch
+from echelon.nn import gather_batch
 from echelon.tools.verify.accumulation import find_accumulation
 from echelon.tools.verify.causes import likely_cause
 from echelon.tools.verify.denominators import denominators

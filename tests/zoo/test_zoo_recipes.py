@@ -104,7 +104,7 @@ def on_ranks(words: list[str], cwd: Path) -> str:
 def _ranks(asked: Words, plan: str | None) -> int:
     if plan is None:
         return int(asked.launch.get("procs", 1))
-    from echelon.planner.apply.saved_plan import SavedPlan
+    from echelon.plan.saved_plan import SavedPlan
 
     return SavedPlan.load(plan).draft.ranks
 

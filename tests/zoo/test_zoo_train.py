@@ -19,7 +19,7 @@ from training import train_here
 from echelon.base.errors import UsageError
 from echelon.cli.launcher_words import launcher_options
 from echelon.optim import FTRL, LAMB, LARS
-from echelon.plan import Cluster
+from echelon.planner import Cluster
 from echelon.tools.plan_report.model_source import find_source
 from echelon.tools.plan_report.plan_options import Asked
 from echelon.zoo import all_datasets, all_models

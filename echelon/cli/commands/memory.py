@@ -12,9 +12,9 @@ from echelon.base.config import build
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.log_files import MEMORY
 from echelon.observability.runlog.run_metadata import Footprint
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.profile.named_optimizers import check_name
+from echelon.planner.profiling.named_optimizers import check_name
 from echelon.tools.memory_profile.footprint import find_footprint
 from echelon.tools.memory_profile.memory_options import Asked
 from echelon.tools.memory_profile.memory_script import ask_script

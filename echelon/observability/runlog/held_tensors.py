@@ -19,13 +19,13 @@ from echelon.observability.runlog.run_metadata import BETWEEN, Footprint, Module
 from echelon.plan.fake_forward import is_placeholder
 
 if TYPE_CHECKING:
-    from echelon.engine.engine import Engine
+    from echelon.observability.observed_engine import ObservedEngine
 
 #: Of a whole model, a row for each of so many modules at most: of large ones only those that hold most.
 ROWS = 200
 
 
-def weigh(engine: Engine, directory: Path) -> None:
+def weigh(engine: ObservedEngine, directory: Path) -> None:
     """Write down what this rank holds, beside the run's other files."""
     holdings, device = engine.holdings, engine.world.device
     if holdings is None:

@@ -15,7 +15,7 @@ from echelon.observability.runlog.log_files import RUN, settle, write_whole
 from echelon.observability.runlog.tolerant_json import JSON, json_file, number, objects
 
 if TYPE_CHECKING:
-    from echelon.engine.engine import Engine
+    from echelon.observability.observed_engine import ObservedEngine
 
 #: When this process began to write into a directory: all of its engines there belong to one attempt.
 _started: dict[Path, float] = {}
@@ -50,7 +50,7 @@ class Recorder:
         self._settings += [{"name": name, "value": value, "origin": by} for name, (value, by) in values.items()]
         self._write()
 
-    def begun(self, engine: Engine) -> None:
+    def begun(self, engine: ObservedEngine) -> None:
         """A plan is gone by. All ranks call it, and tell each other, once, where they are."""
         from echelon.observability.runlog.run_description import facts_of, own_facts
 
@@ -62,7 +62,7 @@ class Recorder:
             self._facts = facts_of(engine, self._ranks)
             self._write()
 
-    def assembled(self, engine: Engine) -> None:
+    def assembled(self, engine: ObservedEngine) -> None:
         """A pipeline's stages are known only with its first batch."""
         if self._ranks is not None and self._writes:
             from echelon.observability.runlog.run_description import facts_of
@@ -76,7 +76,7 @@ class Recorder:
             self._goes_on = True
             self._write()
 
-    def closed(self, engine: Engine, error: BaseException | None = None) -> None:
+    def closed(self, engine: ObservedEngine, error: BaseException | None = None) -> None:
         """The engine trains no more; the launcher, where it is ours, says the rest."""
         if error is None and self._directory is not None and engine.steps:
             from echelon.observability.runlog.held_tensors import weigh

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from echelon.engine.engine import Engine
+    from echelon.observability.observed_engine import ObservedEngine
     from echelon.observability.trace.span_recorder import Arguments, Recorder
 
 #: Of a training step, in forward passes: itself, and backward's two.
@@ -42,7 +42,7 @@ class Seen:
             self._handle = None
 
 
-def countable(engine: Engine) -> bool:
+def countable(engine: ObservedEngine) -> bool:
     """Whether a forward pass of this rank's model is all that it computes in a step."""
     plan = engine.plan
     fetched = plan.shard is not None and plan.shard.level > 2

@@ -34,7 +34,7 @@ from echelon.optim.grad_scaler import DTYPES
 from echelon.strategy.recorded_steps import AFTER_WARM_UP, Steps, parse_steps
 
 if TYPE_CHECKING:
-    from echelon.engine.engine import Engine
+    from echelon.observability.observed_engine import ObservedEngine
     from echelon.strategy.log_settings import Log
 
 
@@ -79,14 +79,14 @@ class Recording:
         self.over = False
         parse_steps(asked, asked_by, 0)
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: ObservedEngine) -> None:
         """Before the first step, which can be recorded only when it was asked for by its number."""
         if engine.trial is not None:
             self.over = True
         elif parse_steps(self._asked, self._asked_by, 0).first == 1:
             self.start(engine)
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: ObservedEngine) -> None:
         """Now, with the next step. All ranks call it together."""
         self._steps = self._steps or parse_steps(self._asked, self._asked_by, engine.steps)
         if activity.recorder is not None:
@@ -95,13 +95,13 @@ class Recording:
         else:
             self._start(engine)
 
-    def after(self, engine: Engine, total: int | None = None) -> Recording | None:
+    def after(self, engine: ObservedEngine, total: int | None = None) -> Recording | None:
         """After each step; ``total`` is the run's last. ``None`` when there is nothing more to do."""
         if not self.over:
             self._after(engine, total)
         return None if self.over else self
 
-    def _after(self, engine: Engine, total: int | None) -> None:
+    def _after(self, engine: ObservedEngine, total: int | None) -> None:
         if self._steps is None:
             self._steps = parse_steps(self._asked, self._asked_by, engine.steps - 1)
         if self._under_way is not None and self._under_way.recorder.step != engine.steps + 1:
@@ -117,7 +117,7 @@ class Recording:
         elif engine.steps + 1 >= self._steps.first:
             self.start(engine)
 
-    def close(self, engine: Engine) -> None:
+    def close(self, engine: ObservedEngine) -> None:
         """The run ends. Others may be gone: what is left unfinished is written without them."""
         if self.over:
             return
@@ -144,7 +144,7 @@ class Recording:
 
     # ---- begin and end ----
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: ObservedEngine) -> None:
         device = None
         if engine.world.device.type == "cuda":
             device = DeviceTrace()
@@ -169,7 +169,7 @@ class Recording:
         self._under_way = _UnderWay(recorder, taps, device, seen, before, live)
         activity.recorder = recorder
 
-    def _make_way(self, engine: Engine) -> None:
+    def _make_way(self, engine: ObservedEngine) -> None:
         try:
             if engine.worker == 0:
                 trace_files.forget(self._folder, beyond=processes(engine))
@@ -177,7 +177,7 @@ class Recording:
         except OSError as error:
             engine.say(f"timeline: '{self._folder}' cannot be cleared of what is there: {error.strerror}")
 
-    def _live(self, engine: Engine, before: Offset, recorder: Recorder, taps: Taps) -> Live:
+    def _live(self, engine: ObservedEngine, before: Offset, recorder: Recorder, taps: Taps) -> Live:
         assert self._steps is not None
         told = about(engine, OneClock(before, before), self._steps)
         return Live(self._folder, engine.worker, told, recorder, taps)
@@ -204,7 +204,7 @@ class Recording:
         recorder, taps, device = self._under_way[:3]
         return device_spans(device.stop(), recorder.spans, taps.messages) if device is not None else []
 
-    def _stop(self, engine: Engine) -> tuple[list[Span], OneClock]:
+    def _stop(self, engine: ObservedEngine) -> tuple[list[Span], OneClock]:
         """What this rank has recorded, on rank 0's clock. All ranks have come to the end together."""
         assert self._under_way is not None
         recorder, taps, _, seen, before, _ = self._under_way
@@ -221,7 +221,7 @@ class Recording:
         clock = OneClock(before, after)
         return [span.moved(clock) for span in spans if span.step < recorder.step], clock
 
-    def _finish(self, engine: Engine) -> None:
+    def _finish(self, engine: ObservedEngine) -> None:
         assert self._under_way is not None
         assert self._steps is not None
         self.over = True
@@ -237,7 +237,7 @@ class Recording:
         except EchelonError as error:  # a full disk, say: no reason to end the training
             engine.say(f"timeline: {error}")
 
-    def _gather(self, engine: Engine, told: dict[str, Any], spans: list[Span], live: Live) -> None:
+    def _gather(self, engine: ObservedEngine, told: dict[str, Any], spans: list[Span], live: Live) -> None:
         """The whole files take the place of the parts."""
         control, content = engine.world.control, trace_files.lines_of(told, spans).encode()
         if control is not None and dist.get_rank(control) > 0:
@@ -257,7 +257,7 @@ class Recording:
         if engine.worker == 0:
             self._tell(engine)
 
-    def _tell(self, engine: Engine) -> None:
+    def _tell(self, engine: ObservedEngine) -> None:
         if processes(engine) > 1 and engine.world.control is None:
             engine.say(f"timeline: 'echelon timeline {self._folder.parent}' shows all workers when they are done")
             return
@@ -271,7 +271,7 @@ class Recording:
 # ---- how rank 0 gets it ----
 
 
-def _flops(engine: Engine, recorder: Recorder) -> float | None:
+def _flops(engine: ObservedEngine, recorder: Recorder) -> float | None:
     """Of a step on this rank."""
     if recorder.arguments is None or not countable(engine):
         return None

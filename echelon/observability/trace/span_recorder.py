@@ -16,7 +16,7 @@ from echelon.distributed.activity import AFTER, activity, waiting
 from echelon.observability.trace.span import HOST, NETWORK, Span
 
 if TYPE_CHECKING:
-    from echelon.parameter_server.protocol.message import Frame
+    from echelon.distributed.activity import Message
     from echelon.plan.schedule import Action
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
@@ -73,7 +73,7 @@ class Recorder:
         """The training thread has waited for parameter servers."""
         self.spans.append(Span(f"wait for a {kind}", kind, HOST, since, now(), self.step))
 
-    def asked(self, kind: str, since: float, sent: Sequence[Frame], answers: Sequence[Future[Frame]]) -> None:
+    def asked(self, kind: str, since: float, sent: Sequence[Message], answers: Sequence[Future[Any]]) -> None:
         """Requests to parameter servers are under way since then; the span ends with the last answer."""
         size = sum(array.nbytes for frame in sent for array in frame.arrays)
         request = _Request(self, kind, since, size, len(answers))

@@ -30,9 +30,10 @@ from echelon.nn.moe import MoE
 from echelon.parallel.objective import LossFunction, as_batch, count_samples
 from echelon.plan import Plan
 from echelon.plan.batch_norms import batch_norm_names
+from echelon.plan.draft import Draft
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.realize import realize
-from echelon.planner.apply.saved_plan import SavedPlan
-from echelon.planner.draft import Draft
+from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.strategy import Auto, Fast, Strategy
 from echelon.strategy.annotations.annotate import Marks
 from echelon.strategy.annotations.slices import Slices
@@ -40,7 +41,7 @@ from echelon.strategy.combine import set_options
 
 if TYPE_CHECKING:
     from echelon.engine.engine import Engine
-    from echelon.planner.search.answer import Answer, Choice
+    from echelon.planner.plan_search.answer import Answer, Choice
 
 #: Times the best plan's seconds: predictions are not that wrong.
 HOPELESS = 3.0
@@ -182,8 +183,8 @@ def find_plans(
 ) -> dict[str, Any]:
     """The best plans as JSON, and what to say of them."""
     from echelon.base.quantities import quantity
-    from echelon.planner.profile.profile import profile
-    from echelon.planner.search.search import search
+    from echelon.planner.plan_search.search import search
+    from echelon.planner.profiling.profile import profile
 
     cluster = _cluster(auto, world)
     memory = None if auto.memory is None else quantity(auto.memory, "bytes", "Auto(memory=...)")
@@ -204,7 +205,7 @@ def find_plans(
         raise UsageError(_nothing_fits(answer))
     described = str(cluster)
     plans = [
-        SavedPlan.of(choice.draft, looked, model=model, cluster=described, prediction=choice.prediction).to_json()
+        make_saved_plan(choice.draft, looked, model=model, cluster=described, prediction=choice.prediction).to_json()
         for choice in _different([*answer.best, *_neighbours(answer, auto, world.size, fixed)], auto.trials)
     ]
     lines = list(_lines(answer, own_batches))
@@ -224,7 +225,7 @@ def _different(best: Sequence[Choice], count: int) -> list[Choice]:
 
 def _neighbours(answer: Answer, auto: Auto, ranks: int, fixed: Mapping[str, object]) -> list[Choice]:
     """Plans one decision away from the best that could be run as well: on one device, all there is to try."""
-    from echelon.planner.search.answer import Choice
+    from echelon.planner.plan_search.answer import Choice
 
     def may_run(draft: Draft) -> bool:
         means = {"amp": draft.amp, "fp16_allreduce": draft.wire, draft.approximate: draft.approximate}
@@ -276,7 +277,7 @@ def _cluster(auto: Auto, world: World) -> Any:
 def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
     """Return the optimizer's name and a system that knows its state; Adam's where it cannot be measured."""
     from echelon.planner.cost.system import ECHELON, STATE
-    from echelon.planner.profile.optimizer_state import optimizer_name, with_state_of
+    from echelon.planner.profiling.optimizer_state import optimizer_name, with_state_of
 
     name = optimizer_name(optimizers)
     try:

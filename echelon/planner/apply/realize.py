@@ -11,8 +11,8 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.plan import Plan, make_plan
-from echelon.planner.apply.saved_plan import SavedPlan
-from echelon.planner.draft import Draft
+from echelon.plan.draft import Draft
+from echelon.plan.saved_plan import SavedPlan
 from echelon.strategy import Dgc, LocalSgd, Shard, Strategy
 from echelon.strategy.annotations.annotate import Marks
 from echelon.strategy.annotations.marks import Pipeline, Split, within

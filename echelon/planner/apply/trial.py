@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,7 @@ from echelon.distributed import rank_main
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
 from echelon.launcher.failure import read_record
-from echelon.planner.apply.saved_plan import SavedPlan
-
-if TYPE_CHECKING:
-    from echelon.engine.engine import Engine
+from echelon.plan.saved_plan import SavedPlan
 
 #: Steps that are not counted, and steps that are.
 WARM, COUNTED = 2, 5
@@ -63,6 +60,16 @@ _FAILED = "failed"
 # ---- in the process that is thrown away ----
 
 
+class TimedEngine(Protocol):
+    """An engine whose steps are timed."""
+
+    world: World
+    trial: Any
+
+    def step(self, *batch: Any, **named: Any) -> Any:
+        """Train on one batch."""
+
+
 @dataclass
 class Trial:
     """What a process that only times a candidate has been told."""
@@ -70,7 +77,7 @@ class Trial:
     candidate: SavedPlan
     report: Path
 
-    def run(self, engine: Engine, batches: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> NoReturn:
+    def run(self, engine: TimedEngine, batches: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> NoReturn:
         """Train for some steps, write down how long one took, and end."""
         engine.trial = None
         seconds = []

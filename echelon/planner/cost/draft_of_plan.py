@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Approximation, Draft
 from echelon.plan.plan import Plan
 from echelon.plan.stage_trace import Recording
-from echelon.planner.draft import Approximation, Draft
 from echelon.planner.model_costs import Anatomy
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Link
 from echelon.planner.cost.collectives import Group, seconds, send_seconds
-from echelon.planner.draft import Draft
 
 Worker = tuple[Device, float]  #: a device of a split, and its width relative to an even one
 

@@ -9,7 +9,9 @@ from typing import Literal
 import numpy as np
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Draft
 from echelon.plan.plan import Plan
+from echelon.plan.prediction import PARTS, Memory, Prediction
 from echelon.planner.cluster.cluster import Cluster, Device
 from echelon.planner.cost.compute import UnitSeconds, stream_seconds
 from echelon.planner.cost.draft_of_plan import draft_of
@@ -18,9 +20,7 @@ from echelon.planner.cost.replica_traffic import Busy, Exposed, Held, exposed
 from echelon.planner.cost.stage_costs import Array, Setting, UnitCosts
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.cost.timeline import Stages, Timeline, estimated, simulated
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Anatomy
-from echelon.planner.prediction import PARTS, Memory, Prediction
 from echelon.strategy.annotations.marks import ScheduleName
 
 USUAL_SCHEDULE: ScheduleName = "1f1b"

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory
 from echelon.planner.cost.in_flight import Moment, moments_of_rank, one_after_another
 from echelon.planner.cost.stage_memory import UNDER_WAY, Peak, Stage, Terms, stage
 from echelon.planner.cost.strategy_traffic import RESIDUAL
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Anatomy, Sheet
-from echelon.planner.prediction import Memory
 
 Place = Literal["cuda", "cpu"]
 

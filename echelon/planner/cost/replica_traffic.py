@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Device, Link
 from echelon.planner.cost.collectives import Group, seconds
 from echelon.planner.cost.compute import stream_seconds
 from echelon.planner.cost.system import System
-from echelon.planner.draft import Draft
 
 WIRE_BYTES = 2.0
 LOCAL_STEPS = 8  # updates between two averages, as Strategy(localsgd=...) has them at first

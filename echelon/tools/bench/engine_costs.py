@@ -25,8 +25,8 @@ STEPS = 100
 
 def engine_rows(world: World, quick: bool) -> list[Row]:
     """On every rank; ``kernels`` of one micro-batch through the whole model, ``seconds`` of a step."""
-    from echelon.planner.draft import Draft
-    from echelon.planner.profile.profile import profile
+    from echelon.plan.draft import Draft
+    from echelon.planner.profiling.profile import profile
 
     batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     found = profile(_tiny(), batch, loss=mse_loss)
@@ -88,10 +88,10 @@ def _even_cuts(units: int, stages: int) -> tuple[int, ...]:
 
 def _seconds(world: World, found: Any, draft: Any, batch: tuple[torch.Tensor, ...], steps: int) -> float:
     import echelon
-    from echelon.planner.apply.saved_plan import SavedPlan
+    from echelon.planner.apply.save_plan import make_saved_plan
 
     model = _tiny()
-    saved = SavedPlan.of(draft, found, model=model)
+    saved = make_saved_plan(draft, found, model=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     quiet = echelon.Log(console=False)
     engine = echelon.distribute(model, loss=mse_loss, optimizer=optimizer, plan=saved, log=quiet)

@@ -82,7 +82,7 @@ def _engine(rows: Rows, launch: float) -> dict[str, float]:
 
 def _in_training(device: Device, seconds: float) -> float:
     """What a step takes, for a second of its kernels one by one."""
-    from echelon.planner.profile.profile import profile
+    from echelon.planner.profiling.profile import profile
 
     model, batch = training()
     units = profile(model, (batch,), call=lambda model, batch: model(batch[0]).sum()).sheet(len(batch)).units

@@ -11,9 +11,9 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.rank_names import place_in_words
 from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes, Saving
-from echelon.planner.profile.named_optimizers import named_optimizer
-from echelon.planner.profile.optimizer_state import Given
-from echelon.planner.profile.profile import Profile
+from echelon.planner.profiling.named_optimizers import named_optimizer
+from echelon.planner.profiling.optimizer_state import Given
+from echelon.planner.profiling.profile import Profile
 from echelon.tools.memory_profile.describe import how_in_words
 from echelon.tools.memory_profile.peak import Peaks, Place, Spread, in_flight, samples_of
 from echelon.tools.memory_profile.saved_activations import LOSS, Kept, kept_by_stage

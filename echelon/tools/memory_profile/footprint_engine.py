@@ -11,10 +11,10 @@ from torch import nn
 from echelon.base.config import build
 from echelon.base.errors import EchelonError, UsageError
 from echelon.plan import Plan
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.auto import find_saved, refuse_company
-from echelon.planner.apply.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.profile.profile import Profile
+from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Strategy
 from echelon.strategy.annotations.annotate import collect
 from echelon.strategy.annotations.slices import Slices, current

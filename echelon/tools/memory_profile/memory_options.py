@@ -11,8 +11,8 @@ import torch
 from echelon.base.config import require, strict
 from echelon.base.errors import UsageError
 from echelon.plan.axes import find_axes
-from echelon.planner.apply.saved_plan import SavedPlan
-from echelon.planner.profile.profile import Profile
+from echelon.plan.saved_plan import SavedPlan
+from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Shard, Strategy
 from echelon.strategy.annotations.annotate import Marks
 from echelon.strategy.annotations.marks import Pipeline, ScheduleName

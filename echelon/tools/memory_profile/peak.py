@@ -11,11 +11,11 @@ from echelon.distributed.mesh_groups import Grid
 from echelon.parallel.low_memory.backward_updates import UNDER_WAY
 from echelon.parallel.low_memory.formats import AT_ONCE
 from echelon.plan import Plan
+from echelon.plan.draft import Draft
 from echelon.planner.cost.rank_memory import Fullest, fullest
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.draft import Draft
-from echelon.planner.profile.optimizer_state import optimizer_name
-from echelon.planner.profile.profile import Profile
+from echelon.planner.profiling.optimizer_state import optimizer_name
+from echelon.planner.profiling.profile import Profile
 from echelon.strategy.annotations.marks import within
 from echelon.tools.memory_profile.resident import Holding, Holdings
 from echelon.tools.memory_profile.saved_activations import kept_by_stage, segments_of

@@ -21,9 +21,9 @@ from echelon.engine.parallelize import hosted_stages, on_several_places
 from echelon.engine.replace_optimizers import successors
 from echelon.parallel.zero.rows import Cut, cut_all
 from echelon.plan import Plan
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.fake_split import nobody, split_first
-from echelon.planner.profile.optimizer_state import Known, Owners, owners, state_bytes
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_split import nobody, split_first
+from echelon.planner.profiling.optimizer_state import Known, Owners, owners, state_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -24,12 +24,12 @@ from echelon.engine.parallelize import recomputed_here
 from echelon.plan import Plan
 from echelon.plan.fake_forward import placeholder_mode, random_numbers_kept
 from echelon.plan.segments import Segments, cut_chain
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.fake_split import nobody, split_first
-from echelon.planner.profile.fake_step import placed
-from echelon.planner.profile.gpu_dispatch import AsOnGpu
-from echelon.planner.profile.observe import Trace
-from echelon.planner.profile.profile import Profile
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_split import nobody, split_first
+from echelon.planner.profiling.fake_step import placed
+from echelon.planner.profiling.gpu_dispatch import AsOnGpu
+from echelon.planner.profiling.observe import Trace
+from echelon.planner.profiling.profile import Profile
 from echelon.strategy.annotations.marks import within
 
 #: Where no module runs.

@@ -16,14 +16,14 @@ from echelon.fastpath.inspect import asked_of, traits_of, with_chosen
 from echelon.fastpath.policy import decide
 from echelon.fastpath.traits import Machine
 from echelon.plan import Plan, make_plan
+from echelon.plan.draft import Draft
 from echelon.plan.partition import balance_stages
+from echelon.plan.saved_plan import SavedPlan
 from echelon.plan.stage_trace import Recording, record
 from echelon.planner.apply.realize import completed, draft_of, terms
-from echelon.planner.apply.saved_plan import SavedPlan
-from echelon.planner.draft import Draft
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.fake_step import placed
-from echelon.planner.profile.profile import Profile
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_step import placed
+from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Strategy
 from echelon.strategy.annotations.annotate import Marks
 from echelon.strategy.annotations.marks import Pipeline, Split

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from echelon.base.formatting import size
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Anatomy
-from echelon.planner.search.answer import Answer, Choice, Rejected
+from echelon.planner.plan_search.answer import Answer, Choice, Rejected
 from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Stage
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from echelon.base import formatting
 from echelon.base.errors import UsageError
-from echelon.planner.apply.saved_plan import Predicted, SavedPlan
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import PARTS
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import PARTS
+from echelon.plan.saved_plan import Predicted, SavedPlan
 from echelon.tools.plan_report.plan_tables import HELD, MEANING, Section, print_tables, text_of
 
 VERSION = 1

@@ -6,17 +6,18 @@ import dataclasses
 import time
 
 from echelon.base.errors import UsageError
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Prediction
+from echelon.plan.saved_plan import SavedPlan
+from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.cost.system import ECHELON, STATE, System
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Prediction
-from echelon.planner.profile.named_optimizers import NAMED, named_optimizer
-from echelon.planner.profile.optimizer_state import optimizer_name, with_state_of
-from echelon.planner.search.answer import Answer, Choice
-from echelon.planner.search.neighbours import neighbours
-from echelon.planner.search.search import Hunt, search
+from echelon.planner.plan_search.answer import Answer, Choice
+from echelon.planner.plan_search.neighbours import neighbours
+from echelon.planner.plan_search.search import Hunt, search
+from echelon.planner.profiling.named_optimizers import NAMED, named_optimizer
+from echelon.planner.profiling.optimizer_state import optimizer_name, with_state_of
 from echelon.tools.plan_report import build_report, sensitivity
 from echelon.tools.plan_report.model_source import Source
 from echelon.tools.plan_report.plan_options import Asked, Orders
@@ -119,7 +120,7 @@ class Planner:
 
 
 def _save(path: str, choice: Choice, asked: Asked, source: Source) -> None:
-    SavedPlan.of(
+    make_saved_plan(
         choice.draft,
         source.profile,
         model=source.model,

@@ -18,8 +18,8 @@ from echelon.base.errors import EchelonError, UsageError, nearest
 from echelon.base.object_path import callable_at
 from echelon.parallel.objective import LossFunction
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.profile.optimizer_state import Given
-from echelon.planner.profile.profile import Profile, profile
+from echelon.planner.profiling.optimizer_state import Given
+from echelon.planner.profiling.profile import Profile, profile
 from echelon.tools.plan_report.plan_options import Asked
 
 DESCRIBED = ("gpt", "bert", "llama")
@@ -78,7 +78,7 @@ def _device_type(cluster: Cluster) -> typing.Literal["cpu", "cuda"]:
 
 
 def _described(kind: str, words: str, device: str) -> Profile:
-    from echelon.planner.profile import builders
+    from echelon.planner.profiling import builders
 
     build: Callable[..., Profile] = getattr(builders, kind)
     return build(**_settings(kind, words, build), device=device)

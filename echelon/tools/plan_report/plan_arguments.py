@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.base.config import build
 from echelon.base.errors import UsageError
-from echelon.planner.apply.saved_plan import SavedPlan
+from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.tools.plan_report.plan_options import Asked, memory_words
 

@@ -9,7 +9,7 @@ from echelon.base.config import strict
 from echelon.base.errors import UsageError, nearest
 from echelon.base.quantities import quantity
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.search.shapes import APPROXIMATE
+from echelon.planner.plan_search.shapes import APPROXIMATE
 
 
 @strict
@@ -49,7 +49,7 @@ class Asked:
 
     def machines(self) -> Cluster:
         """The cluster that was asked for, with the memory that was asked for."""
-        from echelon.planner.search.search import limited
+        from echelon.planner.plan_search.search import limited
 
         return limited(Cluster.parse(self.cluster, bench=self.bench), self.memory)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base import formatting
+from echelon.plan.prediction import Memory
 from echelon.plan.simulate import Event
-from echelon.planner.prediction import Memory
-from echelon.planner.search.answer import Choice
+from echelon.planner.plan_search.answer import Choice
 from echelon.tools.html.bars import Bar, stacked
 from echelon.tools.html.templates import templates
 from echelon.tools.html.time_scale import Passage, passage, row_height

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from echelon.base import formatting
 from echelon.base.quantities import Kind
 from echelon.base.quantities import show as quantity_words
-from echelon.planner.prediction import PARTS, Memory
-from echelon.planner.search.answer import Choice
+from echelon.plan.prediction import PARTS, Memory
+from echelon.planner.plan_search.answer import Choice
 from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Size, Stage, samples_per_second
 
 #: What the parts of a step's time are, for those who read the tables.

@@ -19,7 +19,7 @@ from echelon.base.environment import PLAN_ONLY
 from echelon.base.errors import EchelonError
 from echelon.distributed import world as worlds
 from echelon.engine.engine import Engine
-from echelon.planner.profile.optimizer_state import optimizer_name
+from echelon.planner.profiling.optimizer_state import optimizer_name
 from echelon.tools.plan_report.plan_options import Asked, Orders
 
 

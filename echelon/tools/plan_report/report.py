@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.config import build
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory, Prediction
 from echelon.plan.schedule import Action
 from echelon.plan.simulate import Event
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.search.answer import Choice
+from echelon.planner.plan_search.answer import Choice
 
 VERSION = 1
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from echelon.base.formatting import percent
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Host
-from echelon.planner.draft import Draft
-from echelon.planner.search.answer import Answer, Choice
+from echelon.planner.plan_search.answer import Answer, Choice
 from echelon.tools.plan_report.report import Remark, Size
 
 #: Searches for the best plan of a batch on a cluster.

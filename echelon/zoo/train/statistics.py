@@ -21,8 +21,8 @@ from echelon.parallel.objective import count_samples
 from echelon.plan.fake_forward import mixing, placeholder_mode, random_numbers_kept
 from echelon.plan.operations import OperationMode, tensors_in
 from echelon.plan.saved_bytes import SavedBytes, forget
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.kernel_costs import Operation, kind_of, launches_of
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.kernel_costs import Operation, kind_of, launches_of
 
 #: Samples of a pass. An odd prime, so that a dimension that is a multiple of it is most likely the batch's.
 SAMPLES = 3

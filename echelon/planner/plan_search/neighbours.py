@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory, Prediction
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory, Prediction
-from echelon.planner.search.answer import Choice, Rejected
-from echelon.planner.search.draft_builder import lack
-from echelon.planner.search.meshes import Mesh
-from echelon.planner.search.shapes import Shape
+from echelon.planner.plan_search.answer import Choice, Rejected
+from echelon.planner.plan_search.draft_builder import lack
+from echelon.planner.plan_search.meshes import Mesh
+from echelon.planner.plan_search.shapes import Shape
 from echelon.strategy.annotations.marks import ScheduleName
 
 if TYPE_CHECKING:
-    from echelon.planner.search.search import Hunt
+    from echelon.planner.plan_search.search import Hunt
 
 AS_QUICK = 0.005  # part of a step below which a difference is none
 

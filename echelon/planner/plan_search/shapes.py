@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from echelon.base.errors import UsageError, nearest
+from echelon.plan.draft import Approximation, Draft
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.draft import Approximation, Draft
-from echelon.planner.search.meshes import Mesh, find_micro_batches
+from echelon.planner.plan_search.meshes import Mesh, find_micro_batches
 from echelon.strategy.annotations.marks import ScheduleName
 
 Amp = Literal["bf16", "fp16"]

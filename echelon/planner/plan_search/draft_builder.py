@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory
 from echelon.planner.cluster.cluster import Device
 from echelon.planner.cost.predict import Costs
 from echelon.planner.cost.stage_costs import Setting
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory
-from echelon.planner.search.answer import Choice
-from echelon.planner.search.partition import Room, Sums, cut, sums
-from echelon.planner.search.shapes import Flags, Shape
-from echelon.planner.search.shares import share_out
+from echelon.planner.plan_search.answer import Choice
+from echelon.planner.plan_search.partition import Room, Sums, cut, sums
+from echelon.planner.plan_search.shapes import Flags, Shape
+from echelon.planner.plan_search.shares import share_out
 
 FOLLOWING = ("cuts", "recompute", "shares", "widths", "order")  #: what follows from a shape, unless it is given
 

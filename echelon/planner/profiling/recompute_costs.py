@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from echelon.planner.profile.fake_step import Call, Passed
-from echelon.planner.profile.observe import Event, Span
+from echelon.planner.profiling.fake_step import Call, Passed
+from echelon.planner.profiling.observe import Event, Span
 
 RECENT = 2  # results that are still needed where nothing is kept: an operation's input and its output
 

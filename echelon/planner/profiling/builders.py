@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from echelon.planner.profile.profile import Profile, profile
-from echelon.planner.profile.transformers import bert_model, gpt_model, llama_model, token_loss
+from echelon.planner.profiling.profile import Profile, profile
+from echelon.planner.profiling.transformers import bert_model, gpt_model, llama_model, token_loss
 
 DeviceKind = Literal["cuda", "cpu"]
 

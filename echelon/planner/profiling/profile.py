@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from echelon.base.errors import EchelonError, UsageError
 from echelon.plan.partition import find_units
 from echelon.planner.model_costs import Sheet, Unit
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.fake_split import nobody, split_first
-from echelon.planner.profile.fake_step import Passed, rehearse
-from echelon.planner.profile.recompute_costs import crossings, figures_again
-from echelon.planner.profile.resize import RULES, find_rows, resize
-from echelon.planner.profile.splits import find_marks, most, telling_hooks
-from echelon.planner.profile.unit_costs import (
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_split import nobody, split_first
+from echelon.planner.profiling.fake_step import Passed, rehearse
+from echelon.planner.profiling.recompute_costs import crossings, figures_again
+from echelon.planner.profiling.resize import RULES, find_rows, resize
+from echelon.planner.profiling.splits import find_marks, most, telling_hooks
+from echelon.planner.profiling.unit_costs import (
     Carried,
     Groups,
     Held,

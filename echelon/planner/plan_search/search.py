@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.errors import UsageError
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Host
 from echelon.planner.cost.predict import Costs
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.draft import Draft
 from echelon.planner.model_costs import Anatomy
-from echelon.planner.search.answer import Answer, Choice, Help, Nearest, Rejected
-from echelon.planner.search.draft_builder import Attempt, Tailor
-from echelon.planner.search.meshes import Bounds, Mesh, commonest, find_meshes, find_pools
-from echelon.planner.search.shapes import APPROXIMATE, Means, Shape, amp_of, combines, mechanisms
+from echelon.planner.plan_search.answer import Answer, Choice, Help, Nearest, Rejected
+from echelon.planner.plan_search.draft_builder import Attempt, Tailor
+from echelon.planner.plan_search.meshes import Bounds, Mesh, commonest, find_meshes, find_pools
+from echelon.planner.plan_search.shapes import APPROXIMATE, Means, Shape, amp_of, combines, mechanisms
 
 __all__ = ["Answer", "Choice", "Help", "Nearest", "Rejected", "search"]
 
@@ -128,7 +128,7 @@ class Hunt:
         self.in_host = max(pool.in_host for pool in find_pools(cluster, devices))
 
     def answer(self, keep: int) -> Answer:
-        from echelon.planner.search.infeasible import nearest_plan
+        from echelon.planner.plan_search.infeasible import nearest_plan
 
         self.look(beyond_host=False)
         if self.found:
@@ -143,7 +143,7 @@ class Hunt:
 
     def settled(self) -> tuple[list[Choice], tuple[Rejected, ...]]:
         """Of what was found the best, with what lies around the very best; where that is better, it takes its place."""
-        from echelon.planner.search.neighbours import neighbours
+        from echelon.planner.plan_search.neighbours import neighbours
 
         best = self.ranked(self.finalists())
         rejected = tuple(neighbours(self, best[0]))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.devices import CATALOGUE
-from echelon.planner.search.answer import Choice, Nearest
-from echelon.planner.search.draft_builder import lack
-from echelon.planner.search.neighbours import too_full
+from echelon.planner.plan_search.answer import Choice, Nearest
+from echelon.planner.plan_search.draft_builder import lack
+from echelon.planner.plan_search.neighbours import too_full
 
 if TYPE_CHECKING:
-    from echelon.planner.search.search import Hunt
+    from echelon.planner.plan_search.search import Hunt
 
 MOST_HOSTS = 4096
 

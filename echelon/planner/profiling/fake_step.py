@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 from echelon.plan.fake_forward import placeholder_mode, random_numbers_kept
 from echelon.plan.module_calls import call_plainly, listening
 from echelon.plan.pytree import Parts, take_apart
-from echelon.planner.profile.fake_copy import Shadow, facts_of
-from echelon.planner.profile.gpu_dispatch import AsOnGpu
-from echelon.planner.profile.kernel_costs import tensor_bytes
-from echelon.planner.profile.observe import Span, Trace
-from echelon.planner.profile.scratch import around, around_on_gpu
+from echelon.planner.profiling.fake_copy import Shadow, facts_of
+from echelon.planner.profiling.gpu_dispatch import AsOnGpu
+from echelon.planner.profiling.kernel_costs import tensor_bytes
+from echelon.planner.profiling.observe import Span, Trace
+from echelon.planner.profiling.scratch import around, around_on_gpu
 
 Leaf = tuple[int, float]  # the number of a tensor's storage, and the tensor's bytes
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.plan.operations import OperationMode, _draw, _written, tensors_in
 from echelon.planner.model_costs import MessageKind
-from echelon.planner.profile.kernel_costs import Launch, Operation, launches_of, tensor_bytes
+from echelon.planner.profiling.kernel_costs import Launch, Operation, launches_of, tensor_bytes
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from echelon.plan.batch_norms import BatchNorm
 from echelon.planner.model_costs import Kernel, Message, Pass, Unit
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.fake_step import Call, Passed
-from echelon.planner.profile.observe import Event, Span
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_step import Call, Passed
+from echelon.planner.profiling.observe import Event, Span
 
 Groups = Sequence[Sequence[int]]  # of calls: those of one unit
 

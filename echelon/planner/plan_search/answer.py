@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Prediction
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Prediction
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
-from echelon.planner.draft import Draft
-from echelon.planner.prediction import Memory, Prediction
+from echelon.plan.draft import Draft
+from echelon.plan.prediction import Memory, Prediction
 from echelon.strategy.annotations.marks import Split
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from echelon.planner.profile.profile import Profile
 
 KIND, VERSION = "plan", 1
 #: A timeline of more actions than this is no picture any more.
@@ -63,12 +60,6 @@ class Predicted:
         )
 
 
-def _flops(profile: Profile, draft: Draft) -> float:
-    samples = max(1, round(draft.micro_batch))
-    units = profile.sheet(samples, 1, draft.amp).units
-    return sum(unit.forward.flops + unit.backward.flops for unit in units) * draft.batch / samples
-
-
 def _by_kind(memory: Memory) -> dict[str, float]:
     return {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "limit"}
 
@@ -102,29 +93,6 @@ class SavedPlan:
         falling = self.draft.stages > 1 and any(a >= b for a, b in itertools.pairwise(cuts))
         if falling:
             raise UsageError(f"the cuts {self.draft.cuts} do not divide {len(self.units)} units; no stage may be empty")
-
-    @classmethod
-    def of(
-        cls,
-        draft: Draft,
-        profile: Profile,
-        *,
-        model: nn.Module | None = None,
-        cluster: str = "",
-        prediction: Prediction | None = None,
-        made_from: dict[str, Any] | None = None,
-    ) -> SavedPlan:
-        return cls(
-            draft=draft,
-            units=_units_of(profile),
-            splits=dict(profile.split_marks),
-            model={} if model is None else shapes_of(model),
-            name=profile.name,
-            cluster=cluster,
-            predicted=None if prediction is None else Predicted.of(prediction, _flops(profile, draft)),
-            created_by=_own_version(),
-            made_from=made_from or {},
-        )
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps({"echelon": KIND, "version": VERSION, **dataclasses.asdict(self)}, indent=indent)
@@ -167,12 +135,6 @@ class SavedPlan:
                 )
 
 
-def _units_of(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """A unit is a module, or several that a later call binds together."""
-    members: Sequence[Sequence[str]] = getattr(profile, "members", None) or [(name,) for name in profile.names]
-    return tuple(map(tuple, members))
-
-
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
@@ -202,9 +164,3 @@ def _parsed(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError("it is no plan of echelon's; 'echelon plan --save' writes one")
     return values
-
-
-def _own_version() -> str:
-    from echelon.base.version import __version__
-
-    return f"echelon {__version__}"

@@ -17,8 +17,8 @@ from torch import nn
 from echelon.base.errors import EchelonError
 from echelon.nn.moe import MoE
 from echelon.parallel.tensor import Spread, why_not
-from echelon.planner.profile.fake_copy import Shadow
-from echelon.planner.profile.fake_step import Passed
+from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_step import Passed
 from echelon.strategy.annotations.marks import Split, within
 
 Marks = dict[str, Split]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echelon.planner.cluster.cluster import Cluster, Device
-from echelon.planner.search.partition import balanced
+from echelon.planner.plan_search.partition import balanced
 
 LARGEST_ORDER = 4096  # places that are listed one by one; above, only meshes that count up
 

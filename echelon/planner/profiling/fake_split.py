@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch.distributed as dist
 
 from echelon.plan.fake_forward import placeholder_mode
-from echelon.planner.profile.fake_copy import Shadow
+from echelon.planner.profiling.fake_copy import Shadow
 from echelon.strategy.annotations.marks import Split, within
 
 

@@ -1,0 +1,19 @@
+"""The levels of the packages: a package imports from lower levels only."""
+
+from __future__ import annotations
+
+#: From the lowest level to the highest. Packages of one level do not import each other. ``api`` includes ``__init__``,
+#: and ``cli`` includes ``__main__``.
+LEVELS = (
+    ("base",),
+    ("distributed", "strategy", "nn"),
+    ("checkpoint", "data", "optim"),
+    ("plan",),
+    ("observability",),
+    ("parallel", "parameter_server"),
+    ("launcher", "fastpath"),
+    ("engine", "planner"),
+    ("api",),
+    ("tools", "zoo"),
+    ("cli",),
+)
