@@ -29,8 +29,8 @@ from torch import Tensor
 
 import echelon
 from echelon.distributed.collectives import all_gather
-from echelon.parallel.pipeline.schedule_loop import Part, Transfer, run_schedule
-from echelon.parallel.pipeline.transport import Links
+from echelon.parallel.pipeline.schedule_loop import Part, StageTransfer, run_schedule
+from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.schedule import Kind, Schedule, make_schedule
 from echelon.plan.simulate import simulate
 from echelon.strategy.annotations.marks import ScheduleName
@@ -78,11 +78,13 @@ def even(name: ScheduleName, ranks: int) -> Durations:
     return {(kind, stage): SECONDS[kind] / chunks for kind in KINDS for stage in range(ranks * chunks)}
 
 
-def measure(schedule: Schedule, durations: Durations, links: Links, numbers: int = NUMBERS) -> tuple[float, float]:
+def measure(
+    schedule: Schedule, durations: Durations, links: PipelineLinks, numbers: int = NUMBERS
+) -> tuple[float, float]:
     """Makespan and bubble of one step, in seconds; the clock is the same for all processes of a machine."""
     runner = Sleeper(durations, numbers)
     stages = 1 + max(action.stage for actions in schedule for action in actions)
-    transfers = [Transfer(str(stage), stage, stage + 1) for stage in range(stages - 1)]
+    transfers = [StageTransfer(str(stage), stage, stage + 1) for stage in range(stages - 1)]
     echelon.barrier()
     run_schedule(schedule, runner, transfers, links, f"always {numbers} numbers")
     mine = torch.tensor([runner.begin, time.perf_counter(), runner.busy], dtype=torch.float64)
@@ -108,8 +110,8 @@ def first_in_line() -> None:
         Path("/proc/self/autogroup").write_text("-20")  # sessions are weighed against each other first
 
 
-def links_of_all() -> Links:
-    return Links(dist.new_group(backend="gloo"), range(echelon.world_size()), torch.device("cpu"), "gloo")
+def links_of_all() -> PipelineLinks:
+    return PipelineLinks(dist.new_group(backend="gloo"), range(echelon.world_size()), torch.device("cpu"), "gloo")
 
 
 def worker(micros: int, rounds: int) -> None:

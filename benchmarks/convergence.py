@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import AdaptiveLocalSgd, Dgc, Lamb, Lars, LocalSgd, LrScaling, Outer, Strategy
-from echelon.planner.cost.strategy_traffic import Job, Size, sent
+from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts, sent_bytes_per_step
 
 RANKS, BATCH = 2, 64  # the batch is that of all ranks together
 TRAIN = 8_000  # of 10,000 images; the rest tests
@@ -252,8 +252,8 @@ def _accuracy(runs: list[dict[str, Any]], epoch: int = -1) -> float:
 
 def megabytes(strategy: Strategy) -> float:
     """Sent by each rank in a step, as ``Strategy.explain`` counts it."""
-    sizes = [Size(parameter.numel()) for parameter in make_net().parameters()]
-    return sum(amount for _, amount in sent(strategy, sizes, Job(RANKS, RANKS))) / 1e6
+    sizes = [ParameterSize(parameter.numel()) for parameter in make_net().parameters()]
+    return sum(amount for _, amount in sent_bytes_per_step(strategy, sizes, RankCounts(RANKS, RANKS))) / 1e6
 
 
 def show(found: list[Result]) -> None:

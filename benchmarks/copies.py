@@ -35,9 +35,9 @@ from workloads import ResNet18
 import echelon
 from echelon import Log, Strategy, annotate, pipeline, stage
 from echelon.distributed.collectives import gather_json
-from echelon.engine.in_memory.checkpointer import Memories
-from echelon.engine.in_memory.device_copy import Transfer
-from echelon.launcher.memory_plugin import Memory, describe
+from echelon.engine.in_memory.checkpointer import MemoryCheckpointer
+from echelon.engine.in_memory.device_copy import DeviceCopy
+from echelon.launcher.memory_plugin import MemoryCheckpointPlugin, describe
 
 BATCH = 32
 STRATEGIES = {"data": Strategy(), "shard": Strategy(shard=2), "pipeline": Strategy()}
@@ -78,7 +78,7 @@ def work(case: str, blocks: int, steps: int) -> None:
     engine.close()
 
 
-def block(engine: Any, memories: Memories, batch: Any, steps: int) -> tuple[float, float]:
+def block(engine: Any, memories: MemoryCheckpointer, batch: Any, steps: int) -> tuple[float, float]:
     """Seconds a step, and processor seconds a step of all processes together."""
     dist.barrier()
     memory = memories.where.pid
@@ -96,30 +96,30 @@ def busy_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def looked(engine: Any, memories: Memories, batch: Any) -> float:
+def looked(engine: Any, memories: MemoryCheckpointer, batch: Any) -> float:
     """Seconds of a copy in the foreground without moving bytes and without waiting for others."""
     engine.step(*batch)
     copies = memories.copies
     copies._courier.wait()
     moved: list[float] = []
-    plain = Transfer.copy
+    plain = DeviceCopy.copy
 
-    def watched(self: Transfer, *args: Any) -> None:
+    def watched(self: DeviceCopy, *args: Any) -> None:
         began = time.thread_time()
         plain(self, *args)
         moved.append(time.thread_time() - began)
 
-    Transfer.copy = watched  # type: ignore[method-assign]
+    DeviceCopy.copy = watched  # type: ignore[method-assign]
     began = time.thread_time()
     copies.after(engine.steps)
     took = time.thread_time() - began
-    Transfer.copy = plain  # type: ignore[method-assign]
+    DeviceCopy.copy = plain  # type: ignore[method-assign]
     return took - sum(moved)
 
 
 def measure(case: str, blocks: int, steps: int, port: int) -> dict[str, Any]:
     counts = [2] if case == "data" else [1, 1]
-    memories = [Memory("127.0.0.1", None, 1) for _ in counts]
+    memories = [MemoryCheckpointPlugin("127.0.0.1", None, 1) for _ in counts]
     hosts = [(memory.server.address, memory.card["memory_key"]) for memory in memories]
     ranks = []
     for rank in range(2):

@@ -61,17 +61,17 @@ class RoundTrips:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def watch(self) -> None:
-        from echelon.parameter_server.protocol.channel import Link
-        from echelon.parameter_server.protocol.message import Frame
+        from echelon.parameter_server.protocol.channel import ServerChannel
+        from echelon.parameter_server.protocol.message import WireMessage
 
-        send, seconds = Link.send, self._seconds
+        send, seconds = ServerChannel.send, self._seconds
 
-        def timed(link: Link, frame: Frame) -> Any:
+        def timed(link: ServerChannel, frame: WireMessage) -> Any:
             begin, answer = time.perf_counter(), send(link, frame)
             answer.add_done_callback(lambda _: seconds[frame.head["op"]].append(time.perf_counter() - begin))
             return answer
 
-        Link.send = timed  # type: ignore[method-assign]
+        ServerChannel.send = timed  # type: ignore[method-assign]
 
     def results(self, warmup: int) -> dict[str, Any]:
         kept = {op: times[warmup:] for op, times in self._seconds.items() if len(times) > warmup + 10}

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from echelon.parameter_server.persistence.file_record import encode, sums
-from echelon.parameter_server.persistence.journal import Segment
-from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.persistence.journal import JournalSegment
+from echelon.parameter_server.persistence.persistence import ShardPersistence
 from echelon.parameter_server.persistence.table_export import export_checkpoint
 from echelon.parameter_server.protocol.hashing import mix_all
-from echelon.parameter_server.protocol.job_spec import JobSpec, Keeping, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.protocol.job_spec import JobSpec, PersistenceSettings, TableSpec
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
 from echelon.strategy.table_rules import Adagrad
 
 PUSHES = 200
@@ -73,8 +73,8 @@ def appends(directory: Path) -> dict[str, float]:
     """Microseconds for a push of 1 MB: 13,300 ids and their rows of 16 floats."""
     chance = np.random.default_rng(0)
     arrays = [chance.integers(0, 2**62, 13_300), chance.random(13_300 * 16, np.float32)]
-    frame = Frame({"op": "push", "worker": 0, "seq": 0, "tables": {"t": 13_300}, "has": ["ids", "rows"]}, arrays)
-    plain, synced = Segment(directory, 1), Segment(directory, 2, fsync=True)
+    frame = WireMessage({"op": "push", "worker": 0, "seq": 0, "tables": {"t": 13_300}, "has": ["ids", "rows"]}, arrays)
+    plain, synced = JournalSegment(directory, 1), JournalSegment(directory, 2, fsync=True)
     return {
         "bytes": sum(array.nbytes for array in arrays),
         "checksums_us": median_us(lambda: [sums(array.view(np.uint8)) for array in arrays]),
@@ -85,12 +85,12 @@ def appends(directory: Path) -> dict[str, float]:
     }
 
 
-def filled(ids: int, dim: int, directory: Path, keeping: Keeping) -> Shard:
+def filled(ids: int, dim: int, directory: Path, keeping: PersistenceSettings) -> ServerShard:
     """A shard whose one table has so many rows."""
     table = TableSpec(name="t", dim=dim, rule=Adagrad(row_wise=True))
     job = JobSpec(session="bench", mode="async", trainers=1, servers=1, tables=(table,), keeping=keeping)
-    shard = Shard(0, 1, keep=lambda shard: Keeper(shard, directory, keeping, None))
-    shard.handle(Frame({"op": "open", "worker": 0, "job": job.to_json()}))
+    shard = ServerShard(0, 1, keep=lambda shard: ShardPersistence(shard, directory, keeping, None))
+    shard.handle(WireMessage({"op": "open", "worker": 0, "job": job.to_json()}))
     for start in range(len(shard.tables["t"]), ids, 100_000):
         _push(shard, named(np.arange(start, min(ids, start + 100_000))))
     return shard
@@ -101,7 +101,7 @@ def named(places: np.ndarray) -> np.ndarray:
     return mix_all(places.astype(np.int64)).view(np.int64)
 
 
-def _push(shard: Shard, ids: np.ndarray) -> None:
+def _push(shard: ServerShard, ids: np.ndarray) -> None:
     table = shard.tables["t"]
     table.push(ids, np.full((len(ids), table.dim), 0.01, np.float32))
     shard.lsn += 1  # a change that no journal knows: snapshots follow it
@@ -110,7 +110,7 @@ def _push(shard: Shard, ids: np.ndarray) -> None:
 class Longest:
     """The longest time that a keeper holds the shard's lock: what a push may have to wait."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: ServerShard) -> None:
         self.seconds, self._held = 0.0, shard.keeper._held  # type: ignore[union-attr]
         shard.keeper._held = self.held  # type: ignore[union-attr]
 
@@ -140,7 +140,7 @@ def measured(name: str, act: Callable[[], Any], found: dict[str, Any]) -> Any:
 
 
 def snapshots(ids: int, dim: int, directory: Path) -> dict[str, Any]:
-    keeping = Keeping(snapshot_every=36000.0)
+    keeping = PersistenceSettings(snapshot_every=36000.0)
     shard = filled(ids, dim, directory / "state", keeping)
     table, found = shard.tables["t"], {}
     found["rows"], found["table_mb"] = len(table), round(table.memory() / 1e6, 1)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from echelon.optim import LAMB, LARS
-from echelon.optim.fused import LAMB_SHAPE, LARS_SHAPE, Fused, Shape
+from echelon.optim.fused import LAMB_SHAPE, LARS_SHAPE, FusedKernels, FusedLaunchConfig
 
 Step = Callable[[], object]
 CUDA = torch.cuda.is_available()
@@ -139,7 +139,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
-def variants(shape: Shape, field: str) -> list[Shape]:
+def variants(shape: FusedLaunchConfig, field: str) -> list[FusedLaunchConfig]:
     if field == "block_warps":
         pairs = [pair for pair in CHOICES[field] if pair[0] <= shape.chunk]
         return [dataclasses.replace(shape, block=block, warps=warps) for block, warps in pairs]
@@ -147,10 +147,10 @@ def variants(shape: Shape, field: str) -> list[Shape]:
     return [dataclasses.replace(shape, **{field: value}) for value in values]
 
 
-def device_seconds(optimizer: LARS | LAMB, shape: Shape) -> float:
+def device_seconds(optimizer: LARS | LAMB, shape: FusedLaunchConfig) -> float:
     """One step on the device alone: as a graph, the host has no part in it."""
     (bundle,) = optimizer._bundles(optimizer.param_groups[0])
-    adaptive, fast = [param.dim() > 1 for param in bundle.params], Fused()
+    adaptive, fast = [param.dim() > 1 for param in bundle.params], FusedKernels()
 
     def step() -> None:
         if isinstance(optimizer, LARS):
@@ -167,12 +167,12 @@ def device_seconds(optimizer: LARS | LAMB, shape: Shape) -> float:
     return min(seconds(graph.replay, 5) for _ in range(4))
 
 
-def tune(kind: Any, shape: Shape, params: dict[str, list[nn.Parameter]], passes: int) -> None:
+def tune(kind: Any, shape: FusedLaunchConfig, params: dict[str, list[nn.Parameter]], passes: int) -> None:
     with torch.no_grad():
         optimizers = {name: kind(tensors, 1e-6) for name, tensors in params.items()}
-        known: dict[Shape, dict[str, float]] = {}
+        known: dict[FusedLaunchConfig, dict[str, float]] = {}
 
-        def times(candidate: Shape) -> dict[str, float]:
+        def times(candidate: FusedLaunchConfig) -> dict[str, float]:
             if candidate not in known:
                 known[candidate] = {name: device_seconds(o, candidate) * 1e3 for name, o in optimizers.items()}
                 print(
@@ -182,7 +182,7 @@ def tune(kind: Any, shape: Shape, params: dict[str, list[nn.Parameter]], passes:
 
         first = times(shape)
 
-        def cost(candidate: Shape) -> float:
+        def cost(candidate: FusedLaunchConfig) -> float:
             return sum(ms / first[name] for name, ms in times(candidate).items())
 
         for _ in range(passes):

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
-from echelon.parallel.pipeline.transport import Links
+from echelon.parallel.pipeline.schedule_loop import StageTransfer, run_schedule
+from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.schedule import make_schedule
 
 Step = Callable[[], object]
@@ -130,9 +130,9 @@ def actions(rounds: int) -> dict[str, float]:
     """Microseconds an action of 1f1b, a message of 64 bytes included; on one rank both stages are at home."""
     ranks = echelon.world_size()
     group = dist.new_group(backend="gloo") if ranks > 1 else None
-    links = Links(group, range(ranks), torch.device("cpu"), "gloo")
+    links = PipelineLinks(group, range(ranks), torch.device("cpu"), "gloo")
     schedule = make_schedule("1f1b" if ranks > 1 else "interleaved", 2, ranks, 8)
-    transfers = (Transfer("x", 0, 1),)
+    transfers = (StageTransfer("x", 0, 1),)
 
     def step() -> None:
         run_schedule(schedule, Nothing(), transfers, links, "one shape")

@@ -37,7 +37,7 @@ from echelon.data.transfer import each_tensor
 from echelon.zoo import registry
 from echelon.zoo.datasets.tokens.masking import MaskedRows
 from echelon.zoo.datasets.tokens.packing import PackedRows
-from echelon.zoo.datasets.tokens.rows import Rows, Signs
+from echelon.zoo.datasets.tokens.token_rows import SpecialTokens, TokenRows
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import IGNORED, TASKS
 
@@ -67,7 +67,7 @@ def workload(row: int, batch: int, lengths: str, multiple: int) -> Workload:
     begins = draw.randint(0, 9 * row, (2, count))
     spans = np.stack([begins[0], first, begins[1], sizes - 3 - first], 1)
     rows = MaskedRows(
-        Rows(text, spans, row, Signs(0, 2, 3, 4)),
+        TokenRows(text, spans, row, SpecialTokens(0, 2, 3, 4)),
         draw.randint(0, 2, count),
         most=round(0.15 * row) + 1,
         others=np.arange(5, VOCABULARY),

@@ -45,10 +45,10 @@ from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster, Host, Link
 from echelon.planner.cluster.detect import cores
 from echelon.planner.cluster.schema import LinkEntry
-from echelon.planner.cost.predict import Costs
+from echelon.planner.cost.predict import CostModel
 from echelon.planner.plan_search.search import search
 from echelon.planner.profiling.profile import Profile, profile
-from echelon.tools.bench.figures import link_figures
+from echelon.tools.bench.fit_figures import link_figures
 
 WANTED = 0.97
 NEAR = 1.1  # times the best's step: who is measured again
@@ -289,7 +289,7 @@ def _profiled(task: Task, name: str) -> Profile:
 
 def judged(trial: Trial, rate: str, chosen: Draft, finalists: list[Draft], cluster: Cluster) -> dict[str, Any]:
     measured = trial.settled(rate, finalists)
-    costs = Costs(trial.profile, cluster, optimizer=OPTIMIZER)
+    costs = CostModel(trial.profile, cluster, optimizer=OPTIMIZER)
     foretold = {draft: costs.predict(draft, memory=False).seconds for draft in measured}
     best = min(measured, key=measured.__getitem__)
     order = sorted(measured, key=measured.__getitem__)

@@ -23,7 +23,7 @@ from planner_models import TASKS, Batch, Task, part_of, row_counts
 import echelon
 from echelon.distributed import world as worlds
 from echelon.plan.saved_plan import SavedPlan
-from echelon.tools.bench.collectives import collective_rows
+from echelon.tools.bench.collective_timing import collective_rows
 from echelon.tools.bench.overlap import overlap_rows
 
 RANK = int(os.environ["RANK"])

@@ -10,23 +10,23 @@ from collections.abc import Iterator
 from typing import get_args
 
 from echelon.plan.draft import Draft
-from echelon.planner.model_costs import Anatomy
-from echelon.planner.plan_search.partition import cut, sums
+from echelon.planner.model_costs import ProfileLike
+from echelon.planner.plan_search.stage_partition import cut, sums
 from echelon.strategy.annotations.marks import ScheduleName
 
 
-def by_hand(found: Anatomy, ranks: int, rows: int) -> list[Draft]:
+def by_hand(found: ProfileLike, ranks: int, rows: int) -> list[Draft]:
     drafts = [draft for mesh in _meshes(ranks, found) for draft in _on_mesh(found, rows, *mesh)]
     return list(dict.fromkeys(drafts))
 
 
-def _meshes(ranks: int, found: Anatomy) -> Iterator[tuple[int, int, int]]:
+def _meshes(ranks: int, found: ProfileLike) -> Iterator[tuple[int, int, int]]:
     for stage, split in itertools.product(range(1, ranks + 1), repeat=2):
         if ranks % (stage * split) == 0 and split <= found.splits and stage <= len(found.names):
             yield ranks // (stage * split), stage, split
 
 
-def _on_mesh(found: Anatomy, rows: int, replicate: int, stage: int, split: int) -> Iterator[Draft]:
+def _on_mesh(found: ProfileLike, rows: int, replicate: int, stage: int, split: int) -> Iterator[Draft]:
     plain = Draft(batch=rows, replicate=replicate, split=split)
     if stage == 1:
         yield plain
@@ -41,7 +41,7 @@ def _on_mesh(found: Anatomy, rows: int, replicate: int, stage: int, split: int) 
             yield plain.replaced(stage=stage, chunks=chunks, cuts=at, schedule=name, micro_batches=micros)
 
 
-def _cuts(found: Anatomy, rows: int, stages: int) -> list[tuple[int, ...]]:
+def _cuts(found: ProfileLike, rows: int, stages: int) -> list[tuple[int, ...]]:
     """By arithmetic; of two stages also with one unit more or less in the first. None where units are too few."""
     units = found.sheet(max(1, rows // 4)).units
     costs = sums([unit.forward.flops + unit.backward.flops + unit.forward.bytes / 10 for unit in units])

@@ -26,8 +26,8 @@ import torch
 from planner_memory_models import CASES, ON_CPU, ON_GPU
 
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory
-from echelon.planner.cost.rank_memory import Place, fullest
+from echelon.plan.prediction import PredictedMemory
+from echelon.planner.cost.rank_memory import Place, find_peak_moments
 from echelon.planner.profiling.profile import Profile, profile
 
 MB = 1e6
@@ -88,7 +88,7 @@ def compare(case: str, setting: str, anatomy: Profile, optimizer: str, device: s
     draft = draft_for(case, setting, len(anatomy.names))
     room = workspace() if device == "cuda" else 0.0
     place: Place = "cuda" if device == "cuda" else "cpu"
-    foretold = fullest(anatomy, draft, optimizer=optimizer, place=place, workspace=room)
+    foretold = find_peak_moments(anatomy, draft, optimizer=optimizer, place=place, workspace=room)
     ranks = measured(case, draft, optimizer, anatomy.names, device)
     for stage, one in enumerate(moment.memory for moment in foretold):
         peers = [ranks[replica * draft.stage + stage] for replica in range(draft.replicate)]
@@ -104,7 +104,7 @@ def workspace() -> float:
     return (32.0 if torch.cuda.get_device_capability()[0] == 9 else 8.125) * 2**20
 
 
-def parts(one: Memory) -> dict[str, float]:
+def parts(one: PredictedMemory) -> dict[str, float]:
     return {
         field.name: round(getattr(one, field.name) / MB, 2)
         for field in dataclasses.fields(one)

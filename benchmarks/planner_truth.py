@@ -39,7 +39,7 @@ from benchmarks.planner_truth_systems import (
     Foretelling,
     needs_recompute,
 )
-from echelon.planner.cost.fit import Constant, fit
+from echelon.planner.cost.fit_constants import FittedConstant, fit
 
 SINGLE, MULTI = "a100_single_node.csv", "a100_multi_node.csv"
 MEGATRON, TITAN = "megatron_sc21_table1_a100.csv", "torchtitan_h100_llama31.csv"
@@ -87,7 +87,10 @@ def fitted(rows: Sequence[Row], steps: int = 170) -> Foretelling:
 
 
 def _fit(
-    known: Mapping[str, Constant], rows: Sequence[Row], steps: int, made: Callable[[Mapping[str, float]], Foretelling]
+    known: Mapping[str, FittedConstant],
+    rows: Sequence[Row],
+    steps: int,
+    made: Callable[[Mapping[str, float]], Foretelling],
 ) -> dict[str, float]:
     seconds, tasks = [row.seconds for row in rows], [row.task for row in rows]
     return fit(known, lambda given: made(given).seconds(rows), seconds, steps, tasks)
@@ -127,7 +130,7 @@ def _name(row: Row) -> str:
     return " ".join([row.name or f"{row.shape.parameters / 1e9:.1f}B", f"x{row.gpus}", *extras])
 
 
-def show_constants(known: Mapping[str, Constant], found: Mapping[str, float], fitted_on: str) -> None:
+def show_constants(known: Mapping[str, FittedConstant], found: Mapping[str, float], fitted_on: str) -> None:
     print(f"constants fitted on {fitted_on}:")
     for name, constant in known.items():
         print(f"  {name:<13} {found[name]:10.3g}  {constant.says} (taken as likely before: {constant.usual:.3g})")

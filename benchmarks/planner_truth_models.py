@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from echelon.planner.model_costs import Kernel, KernelKind, Message, Pass, Sheet, Unit
+from echelon.planner.model_costs import Kernel, KernelKind, ModelCosts, ModelUnit, SplitCollective, UnitPass
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Published:
         self.names = ("embedding", *(f"layer {number}" for number in range(shape.layers)), "head")
         self.ties = ((0, shape.layers + 1),) if shape.tied else ()
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
         size = Size(dataclasses.replace(self.shape, layers=0), samples, split)  # depth makes no difference to units
         slower = self.kernels.whole_head if split == 1 else 1.0
         layer = (llama_layer if self.shape.llama else gpt_layer)(size, self.kernels.dtype, self.kernels.along)
         units = (embedding(size), *([layer] * self.shape.layers), head(size, slower))
         tied = (self.shape.vocabulary * self.shape.hidden / split,) if self.shape.tied else ()
-        return Sheet(units, samples, split, amp, tied=tied)
+        return ModelCosts(units, samples, split, amp, tied=tied)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Size:
     def logits(self) -> float:
         return 2.0 * self.tokens * self.shape.vocabulary / self.split
 
-    def summed(self, times: int = 1) -> tuple[Message, ...]:
-        return (Message("all_reduce", self.state, times),) if self.split > 1 else ()
+    def summed(self, times: int = 1) -> tuple[SplitCollective, ...]:
+        return (SplitCollective("all_reduce", self.state, times),) if self.split > 1 else ()
 
 
 def moved(read: float, written: float, kind: KernelKind = "pointwise", count: int = 1) -> Kernel:
@@ -123,7 +123,7 @@ def joined(*parts: tuple[list[Kernel], list[Kernel]]) -> tuple[list[Kernel], lis
 
 
 @functools.cache
-def gpt_layer(size: Size, dtype: str, along: bool) -> Unit:
+def gpt_layer(size: Size, dtype: str, along: bool) -> ModelUnit:
     """Fused: scale, mask and softmax; bias, dropout and residual; bias and GELU. Dropout of attention is on its own."""
     shape, x, att, t = size.shape, size.state, size.weights, size.split
     rows, h, s = size.tokens, shape.hidden, shape.sequence
@@ -159,8 +159,8 @@ def gpt_layer(size: Size, dtype: str, along: bool) -> Unit:
     held = shape.layer_weights / t + h * (4 + 9 / t)
     messages = size.summed(2)
     saved = 5 * x + 12 * x / t + 2.5 * att
-    return Unit(
-        *("layer", Pass(tuple(forward), messages), Pass(tuple(backward), messages)),
+    return ModelUnit(
+        *("layer", UnitPass(tuple(forward), messages), UnitPass(tuple(backward), messages)),
         weights=held,
         trained=held,
         weight_bytes=2 * held,
@@ -171,7 +171,7 @@ def gpt_layer(size: Size, dtype: str, along: bool) -> Unit:
 
 
 @functools.cache
-def llama_layer(size: Size, dtype: str, along: bool = True) -> Unit:
+def llama_layer(size: Size, dtype: str, along: bool = True) -> ModelUnit:
     """RMS norms, rotated positions, causal attention in one kernel, a gated MLP. Between products the sequence is cut
     over the split, too."""
     shape, t, rows, h = size.shape, size.split, size.tokens, size.shape.hidden
@@ -192,8 +192,8 @@ def llama_layer(size: Size, dtype: str, along: bool = True) -> Unit:
     backward = [_in(kernel, "bfloat16") for kernel in backward]
     held = shape.layer_weights / t + 2 * h
     messages = size.summed(2)
-    return Unit(
-        *("layer", Pass(tuple(forward), messages), Pass(tuple(backward), messages)),
+    return ModelUnit(
+        *("layer", UnitPass(tuple(forward), messages), UnitPass(tuple(backward), messages)),
         weights=held,
         trained=held,
         weight_bytes=2 * held,
@@ -209,17 +209,19 @@ def _in(kernel: Kernel, dtype: str) -> Kernel:
 
 
 @functools.cache
-def embedding(size: Size) -> Unit:
+def embedding(size: Size) -> ModelUnit:
     x, shape = size.state, size.shape
     held = shape.vocabulary * shape.hidden / size.split + (0 if shape.llama else shape.sequence * shape.hidden)
     table = 2.0 * shape.vocabulary * shape.hidden / size.split
     forward = (moved(x, x, "lookup"), moved(2 * x, 1.5 * x), moved(x, x))
     backward = (moved(x, x), moved(1.5 * x, x), moved(table, table))
-    return Unit("embedding", Pass(forward, size.summed()), Pass(backward), weights=held, trained=held, output=x)
+    return ModelUnit(
+        "embedding", UnitPass(forward, size.summed()), UnitPass(backward), weights=held, trained=held, output=x
+    )
 
 
 @functools.cache
-def head(size: Size, slower: float) -> Unit:
+def head(size: Size, slower: float) -> ModelUnit:
     """Logits and their loss, in fp32 as far as exponents are concerned, each rank with its part of the vocabulary."""
     shape, x, wide = size.shape, size.state, 2 * size.logits
     dtype = "bfloat16" if shape.llama else "float16"
@@ -231,10 +233,10 @@ def head(size: Size, slower: float) -> Unit:
         moved(wide, wide, count=3),
     ]
     backward += [moved(wide, wide), moved(wide, wide / 2), moved(3 * x, x, "normalization")]
-    few = (Message("all_reduce", 4 * size.tokens, 3),) if size.split > 1 else ()
+    few = (SplitCollective("all_reduce", 4 * size.tokens, 3),) if size.split > 1 else ()
     held = shape.vocabulary * shape.hidden / size.split
-    return Unit(
-        *("head", Pass(tuple(forward), few), Pass(tuple(backward), size.summed())),
+    return ModelUnit(
+        *("head", UnitPass(tuple(forward), few), UnitPass(tuple(backward), size.summed())),
         weights=held,
         trained=held,
         received=x,

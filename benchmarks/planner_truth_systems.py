@@ -12,10 +12,10 @@ from benchmarks.planner_truth_models import Kernels, Published, Shape
 from benchmarks.planner_truth_rows import Row
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Curve, Host
-from echelon.planner.cluster.devices import kind_named
+from echelon.planner.cluster.device_catalog import kind_named
 from echelon.planner.cost.compute import UnitSeconds
-from echelon.planner.cost.fit import Constant
-from echelon.planner.cost.predict import Costs
+from echelon.planner.cost.fit_constants import FittedConstant
+from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.system import System
 
 ON_HOST = 8
@@ -25,30 +25,32 @@ SELECTIVE = 0.17  # part of a layer that Megatron-LM runs again where only atten
 
 #: What is fitted, with what is likely before anything is; the latency and the launch are of a host that is busy.
 CONSTANTS = {
-    "product": Constant(0.82, 0.08, "part of the peak that large products reach"),
-    "half_product": Constant(5e9, 0.7, "FLOPs of a product that reaches half of that"),
-    "stream": Constant(0.63, 0.15, "part of the memory bandwidth that kernels reach"),
-    "pointwise": Constant(1.4, 0.3, "bytes that pointwise kernels between products move, for one counted as if fused"),
-    "launch": Constant(7e-5, 0.7, "seconds to start a kernel"),
-    "bus": Constant(0.75, 0.15, "part of the link inside a host that collectives reach"),
-    "latency": Constant(1e-4, 0.7, "seconds of one round of a collective inside a host"),
-    "network": Constant(0.75, 0.3, "part of the network that collectives reach"),
-    "micro": Constant(5e-4, 0.7, "seconds of the host for each micro-batch"),
-    "step": Constant(1e-3, 0.7, "seconds of the host for each step"),
-    "update": Constant(0.7, 0.3, "part of the memory bandwidth that the update reaches"),
-    "whole_head": Constant(1.5, 0.4, "how much longer products of a head take that is not split"),
+    "product": FittedConstant(0.82, 0.08, "part of the peak that large products reach"),
+    "half_product": FittedConstant(5e9, 0.7, "FLOPs of a product that reaches half of that"),
+    "stream": FittedConstant(0.63, 0.15, "part of the memory bandwidth that kernels reach"),
+    "pointwise": FittedConstant(
+        1.4, 0.3, "bytes that pointwise kernels between products move, for one counted as if fused"
+    ),
+    "launch": FittedConstant(7e-5, 0.7, "seconds to start a kernel"),
+    "bus": FittedConstant(0.75, 0.15, "part of the link inside a host that collectives reach"),
+    "latency": FittedConstant(1e-4, 0.7, "seconds of one round of a collective inside a host"),
+    "network": FittedConstant(0.75, 0.3, "part of the network that collectives reach"),
+    "micro": FittedConstant(5e-4, 0.7, "seconds of the host for each micro-batch"),
+    "step": FittedConstant(1e-3, 0.7, "seconds of the host for each step"),
+    "update": FittedConstant(0.7, 0.3, "part of the memory bandwidth that the update reaches"),
+    "whole_head": FittedConstant(1.5, 0.4, "how much longer products of a head take that is not split"),
 }
 
 #: The same for torchtitan on H100 and H200, beside latency, launch and half_product above.
 TITAN_CONSTANTS = {
-    "product": Constant(0.55, 0.2, "part of the 16-bit peak that large products reach"),
-    "float8": Constant(0.4, 0.2, "part of the 8-bit peak that they reach, casts included"),
-    "attention": Constant(0.45, 0.2, "part of the peak that fused attention reaches"),
-    "stream": Constant(0.7, 0.15, "part of the memory bandwidth that kernels reach"),
-    "eager": Constant(1.5, 0.3, "passes over memory without compiling, for one counted"),
-    "compiled": Constant(0.7, 0.3, "the same with compiling"),
-    "selective": Constant(0.5, 0.3, "part of the forward that selective recompute runs again"),
-    "async_split": Constant(0.35, 0.5, "part of the messages inside layers that async_tp hides"),
+    "product": FittedConstant(0.55, 0.2, "part of the 16-bit peak that large products reach"),
+    "float8": FittedConstant(0.4, 0.2, "part of the 8-bit peak that they reach, casts included"),
+    "attention": FittedConstant(0.45, 0.2, "part of the peak that fused attention reaches"),
+    "stream": FittedConstant(0.7, 0.15, "part of the memory bandwidth that kernels reach"),
+    "eager": FittedConstant(1.5, 0.3, "passes over memory without compiling, for one counted"),
+    "compiled": FittedConstant(0.7, 0.3, "the same with compiling"),
+    "selective": FittedConstant(0.5, 0.3, "part of the forward that selective recompute runs again"),
+    "async_split": FittedConstant(0.35, 0.5, "part of the messages inside layers that async_tp hides"),
 }
 
 #: What was found on a quarter of the vTrain rows (seed 0), for tables that nothing is fitted on.
@@ -139,19 +141,21 @@ class Foretelling:
     def __init__(self, constants: Mapping[str, float], titan: Mapping[str, float] | None = None) -> None:
         self.constants = constants
         self.titan = {**constants, **(titan or TITAN_FOUND)}
-        self._costs: dict[object, Costs] = {}
+        self._costs: dict[object, CostModel] = {}
         self._units: dict[bool, dict[Hashable, UnitSeconds]] = {False: {}, True: {}}
 
     def seconds(self, rows: Sequence[Row], simulate: bool = False) -> list[float]:
         full = needs_recompute(rows)
         return [self.costs(row).predict(draft(row, full), simulate=simulate, memory=False).seconds for row in rows]
 
-    def costs(self, row: Row) -> Costs:
+    def costs(self, row: Row) -> CostModel:
         key = row.shape, row.device, row.gpus, row.float8, row.async_split, row.recompute, row.chunks > 1
         if key not in self._costs:
             system = self._titan(row) if row.shape.llama else self._megatron(row)
             constants = self.titan if row.shape.llama else self.constants
-            costs = Costs(Published(row.shape, self._kernels(row)), machine(row.device, row.gpus, constants), system)
+            costs = CostModel(
+                Published(row.shape, self._kernels(row)), machine(row.device, row.gpus, constants), system
+            )
             costs.units.share(self._units[row.shape.llama])
             self._costs[key] = costs
         return self._costs[key]

@@ -21,28 +21,28 @@ from typing import Any
 import numpy as np
 from keeping import named
 
-from echelon.parameter_server.persistence.persistence import Keeper
-from echelon.parameter_server.protocol.job_spec import JobSpec, Keeping, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.persistence.persistence import ShardPersistence
+from echelon.parameter_server.protocol.job_spec import JobSpec, PersistenceSettings, TableSpec
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
 from echelon.strategy.table_rules import Adagrad
 
-DIM, BATCH, KEEPING = 16, 200_000, Keeping(snapshot_every=36000.0)
+DIM, BATCH, KEEPING = 16, 200_000, PersistenceSettings(snapshot_every=36000.0)
 
 
-def opened(directory: Path) -> Shard:
+def opened(directory: Path) -> ServerShard:
     """A shard that keeps itself in ``directory``, and is what was kept there."""
     table = TableSpec(name="t", dim=DIM, rule=Adagrad(row_wise=True), disk=True)
     job = JobSpec(session="scale", mode="async", trainers=1, servers=1, tables=(table,), keeping=KEEPING)
     state = directory / "state"
     state.mkdir(exist_ok=True)
-    shard = Shard(0, 1, directory=directory, keep=lambda shard: Keeper(shard, state, KEEPING, None))
-    answer = shard.handle(Frame({"op": "open", "worker": 0, "job": job.to_json()}))
+    shard = ServerShard(0, 1, directory=directory, keep=lambda shard: ShardPersistence(shard, state, KEEPING, None))
+    answer = shard.handle(WireMessage({"op": "open", "worker": 0, "job": job.to_json()}))
     assert "error" not in answer.head, answer.head
     return shard
 
 
-def push(shard: Shard, first: int, last: int) -> float:
+def push(shard: ServerShard, first: int, last: int) -> float:
     """Train the ids with these numbers once more; seconds."""
     began = time.perf_counter()
     table = shard.tables["t"]

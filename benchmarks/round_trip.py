@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from echelon.parameter_server.protocol.channel import Link
-from echelon.parameter_server.protocol.job_spec import Block, DenseRule, JobSpec, Keeping, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.protocol.channel import ServerChannel
+from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec, PersistenceSettings, TableSpec
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.flight_server import FlightServer
 from echelon.strategy.table_rules import Adagrad
 
 ENDPOINT = "127.0.0.1:18765"
@@ -39,8 +39,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as state:
         began = time.perf_counter()
         server = start(options, state)
-        link = Link(ENDPOINT, timeout=60)
-        link.call(Frame({"op": "stats", "worker": -1}))
+        link = ServerChannel(ENDPOINT, timeout=60)
+        link.call(WireMessage({"op": "stats", "worker": -1}))
         results: dict[str, Any] = {"start_s": time.perf_counter() - began, "load": os.getloadavg()[0]}
         if not options.bare:
             open_job(link, options)
@@ -66,16 +66,16 @@ def start(options: argparse.Namespace, state: str) -> subprocess.Popen[bytes]:
 def answer_only(options: argparse.Namespace) -> None:
     rows = np.ones(options.ids * options.dim, np.float32)
 
-    def handle(frame: Frame, gone: Callable[[], bool]) -> Frame:
-        return Frame({"ok": True, "version": 0}, [rows] if frame.head["op"] == "pull" else [])
+    def handle(frame: WireMessage, gone: Callable[[], bool]) -> WireMessage:
+        return WireMessage({"ok": True, "version": 0}, [rows] if frame.head["op"] == "pull" else [])
 
-    server = Server(ENDPOINT, handle)
+    server = FlightServer(ENDPOINT, handle)
     while server:
         time.sleep(60)
 
 
-def open_job(link: Link, options: argparse.Namespace) -> None:
-    block = Block(parameter="w", offset=0, length=options.dense, shape=(options.dense,), server=0)
+def open_job(link: ServerChannel, options: argparse.Namespace) -> None:
+    block = DenseBlock(parameter="w", offset=0, length=options.dense, shape=(options.dense,), server=0)
     job = JobSpec(
         session="bench",
         mode="async",
@@ -84,13 +84,13 @@ def open_job(link: Link, options: argparse.Namespace) -> None:
         tables=(TableSpec(name="t", dim=options.dim, rule=Adagrad(lr=0.01, row_wise=True)),),
         blocks=(block,),
         dense=DenseRule(kind="SGD", groups=({"lr": 0.01},)),
-        keeping=Keeping(journal=options.journal),
+        keeping=PersistenceSettings(journal=options.journal),
     )
-    link.call(Frame({"op": "open", "worker": 0, "job": job.to_json()}))
-    link.call(Frame({"op": "begin", "worker": 0}, [np.zeros(options.dense, np.float32)]))
+    link.call(WireMessage({"op": "open", "worker": 0, "job": job.to_json()}))
+    link.call(WireMessage({"op": "begin", "worker": 0}, [np.zeros(options.dense, np.float32)]))
 
 
-def questions(link: Link, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+def questions(link: ServerChannel, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     rng = np.random.default_rng(0)
     ids = rng.choice(2**40, options.ids, replace=False)
     rows = rng.standard_normal(options.ids * options.dim).astype(np.float32)
@@ -100,9 +100,9 @@ def questions(link: Link, options: argparse.Namespace) -> dict[str, Callable[[],
     push = {"op": "push", "worker": 0, "weight": 1.0, "version": 0, "tables": tables, "lrs": {}, "groups": []}
     push |= {"dense": True, "values": False, "commit": True, "kind": "gradient", "has": ["ids", "rows", "dense"]}
     return {
-        "empty": lambda: link.call(Frame({"op": "beat", "worker": 0})),
-        "pull": lambda: link.call(Frame({**pull, "state": False}, [ids])),
-        "push": lambda: link.call(Frame({**push, "seq": next(seq)}, [ids, rows, dense])),
+        "empty": lambda: link.call(WireMessage({"op": "beat", "worker": 0})),
+        "pull": lambda: link.call(WireMessage({**pull, "state": False}, [ids])),
+        "push": lambda: link.call(WireMessage({**push, "seq": next(seq)}, [ids, rows, dense])),
     }
 
 

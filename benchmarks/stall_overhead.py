@@ -113,7 +113,7 @@ def direct(engine: echelon.Engine) -> dict[str, float]:
             with noting.waiting("a sum", "bucket 0", group):
                 pass
 
-    teller = reporter.Reporter(engine.world.place, 60.0)
+    teller = reporter.StatusReporter(engine.world.place, 60.0)
     return {
         "note_us": round(1e6 * min(_seconds(notes) for _ in range(5)) / many, 3),
         "report_us": round(

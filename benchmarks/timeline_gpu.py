@@ -25,11 +25,11 @@ from torch import nn
 import echelon
 from echelon.observability.trace import summarize, trace_files
 from echelon.observability.trace.intervals import length, union
-from echelon.observability.trace.session import Recording
 from echelon.observability.trace.span import DEVICE
 from echelon.observability.trace.step_breakdown import steps_of
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 from echelon.observability.trace.trace_report import timeline_words
+from echelon.observability.trace.trace_session import TraceSession
 
 #: Seconds by which two clocks that were put together may still differ.
 SLACK = 2e-4
@@ -71,7 +71,7 @@ def work(directory: str) -> None:
 # ---- where the kernels are ----
 
 
-def check(ranked: RankFile) -> dict[str, Any]:
+def check(ranked: RankTrace) -> dict[str, Any]:
     phases = {(s.step, s.name): s for s in ranked.spans if "phase" in s.more}
     kernels = [s for s in ranked.spans if s.lane == DEVICE]
     early = [s for s in kernels if s.begin < phases[s.step, s.more["in"]].begin - SLACK]
@@ -104,7 +104,7 @@ def overhead(directory: str) -> dict[str, float]:
     for turn in range(ROUNDS):
         off.append(timed(engine, batch))
         first = engine.steps + 1
-        recording = Recording(f"{first}:{first + BLOCK - 1}", "benchmark", Path(directory) / f"{turn}")
+        recording = TraceSession(f"{first}:{first + BLOCK - 1}", "benchmark", Path(directory) / f"{turn}")
         begun = time.perf_counter()
         recording.start(engine)
         started = time.perf_counter() - begun

@@ -26,7 +26,7 @@ from torch import nn
 
 import echelon
 from echelon.distributed.activity import activity
-from echelon.observability.trace.session import Recording
+from echelon.observability.trace.trace_session import TraceSession
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from harness import run
@@ -48,7 +48,7 @@ def train(directory: str, rounds: int, steps: int) -> dict[str, float]:
 
     def recorded(turn: int) -> tuple[float, float]:
         first = engine.steps + 1
-        recording = Recording(f"{first}:{first + steps - 1}", "benchmark", Path(directory) / f"{turn}")
+        recording = TraceSession(f"{first}:{first + steps - 1}", "benchmark", Path(directory) / f"{turn}")
         recording.start(engine)
         recorder = activity.recorder
         took = block()
@@ -85,16 +85,16 @@ def train(directory: str, rounds: int, steps: int) -> dict[str, float]:
 
 def direct() -> dict[str, float]:
     """Microseconds of one span, of asking whether anything is recorded, and of a step's eight spans to disk."""
-    from echelon.observability.trace.comm_hooks import Taps
-    from echelon.observability.trace.live_writer import Live
-    from echelon.observability.trace.span_recorder import Recorder
+    from echelon.observability.trace.comm_hooks import CommHooks
+    from echelon.observability.trace.live_writer import LiveSpanWriter
+    from echelon.observability.trace.span_recorder import TraceRecorder
 
-    recorder, many = Recorder(1), 20000
+    recorder, many = TraceRecorder(1), 20000
     span = timeit.timeit(lambda: recorder.lap("forward", 1.0), number=many) / many
     ask = timeit.timeit("activity.recorder is not None", globals={"activity": activity}, number=10 * many) / many / 10
-    recorder = Recorder(1)
+    recorder = TraceRecorder(1)
     with tempfile.TemporaryDirectory() as directory:
-        live = Live(Path(directory), 0, {}, recorder, Taps(recorder))
+        live = LiveSpanWriter(Path(directory), 0, {}, recorder, CommHooks(recorder))
 
         def noted() -> None:
             for _ in range(8):

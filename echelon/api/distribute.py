@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from echelon.api.call_arguments import Optimizers, as_checkpoint, check_types, name_optimizers, sort_given
-from echelon.api.distribute_args import Terms
+from echelon.api.distribute_args import DistributeArgs
 from echelon.base.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
 from echelon.base.errors import UsageError, nearest
 from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.distributed import world as worlds
-from echelon.distributed.process_groups import Groups
+from echelon.distributed.process_groups import ProcessGroups
 from echelon.distributed.world import World
-from echelon.engine.elastic import Elastic, fitted, rule_in_force
+from echelon.engine.elastic import Elastic, fit_to_ranks, rule_in_force
 from echelon.engine.engine import Engine
 from echelon.engine.lr_schedules import AnyScheduler, listed
 from echelon.engine.preconditions import check_model, check_optimizers
 from echelon.engine.wrapped_models import unwrap
-from echelon.fastpath.inspect import asked_of, quickened
+from echelon.fastpath.inspect import choose_fast_path, requested_fast_path
 from echelon.fastpath.policy import OFF
 from echelon.nn import SparseEmbedding
 from echelon.observability.metrics import Log
@@ -35,16 +35,16 @@ from echelon.parallel.data.sync_batch_norm import make_local
 from echelon.parallel.objective import LossFunction, as_batch
 from echelon.plan import Plan, make_plan
 from echelon.plan.saved_plan import SavedPlan
-from echelon.planner.apply.auto import Choosing, find_saved, origin_of, refuse_company
+from echelon.planner.apply.auto import AutoPlanner, find_saved, origin_of, refuse_settings_beside_plan
 from echelon.planner.apply.trial import find_trial
 from echelon.strategy import Auto, ParameterServer, Strategy
-from echelon.strategy.annotations.annotate import Marks, collect
+from echelon.strategy.annotations.annotate import ModelMarks, collect
 from echelon.strategy.annotations.slices import Slices
 from echelon.strategy.annotations.slices import current as current_cluster
 
 if TYPE_CHECKING:
-    from echelon.parameter_server.worker.session import Served
-    from echelon.tools.verify.observer import Witness
+    from echelon.parameter_server.worker.session import ParameterServerSession
+    from echelon.tools.verify.observer import VerifyObserver
 
 
 def distribute(
@@ -92,10 +92,10 @@ def distribute(
     checkpoint = as_checkpoint(checkpoint)
     model, unwrapped = unwrap(model)
     if PLAN_ONLY in os.environ:
-        from echelon.tools.plan_report.planning_engine import listen
+        from echelon.tools.plan_report.planning_engine import make_planning_engine
 
         said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
-        return listen(model, optimizer=optimizer, loss=loss, scheduler=scheduler, **said)  # type: ignore[no-any-return]
+        return make_planning_engine(model, optimizer=optimizer, loss=loss, scheduler=scheduler, **said)  # type: ignore[no-any-return]
     world = worlds.current()
     check_model(model)
     model.to(world.device)
@@ -105,14 +105,14 @@ def distribute(
     check_optimizers(optimizers)
     served = _served(model, asked, optimizers, world)
     world = _world_of(served, world)
-    terms = Terms(asked, collect(model), plan, cluster, elastic)
+    terms = DistributeArgs(asked, collect(model), plan, cluster, elastic)
     terms = terms if witness is None else witness.terms(terms)
     settled = _settle(terms, world, model, loss, optimizers, served, found=trial is not None)
     if trial is not None or witness is not None:  # it leaves no trace
         checkpoint, log = None, Log(console=False)
     choosing = _choosing(settled, world, model, loss, optimizers)
     engine = Engine(
-        *(world, Groups(world.backend), model, loss, optimizers, listed(scheduler), settled.plan, settled.marks),
+        *(world, ProcessGroups(world.backend), model, loss, optimizers, listed(scheduler), settled.plan, settled.marks),
         *(checkpoint, log or Log(), served, choosing, settled.rule, trial),
     )
     engine.record.settings(strategy_settings(settled.strategy))
@@ -133,7 +133,7 @@ _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("gi
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedConfig:
     """What is gone by on this number of ranks.
 
     plan:     made from strategy and marks; where another one is ``saved`` or to be found, until then
@@ -141,7 +141,7 @@ class Settled:
     """
 
     strategy: Strategy
-    marks: Marks
+    marks: ModelMarks
     plan: Plan
     saved: SavedPlan | None
     rule: Elastic | None
@@ -149,39 +149,39 @@ class Settled:
 
 
 def _settle(
-    terms: Terms,
+    terms: DistributeArgs,
     world: World,
     model: nn.Module,
     loss: LossFunction | None,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    served: Served | None,
+    served: ParameterServerSession | None,
     found: bool,
-) -> Settled:
+) -> ResolvedConfig:
     """``found``: the plan is a candidate that is tried."""
     asked, marks, saved, here = terms.strategy, terms.marks, find_saved(terms.plan), world.place.local_world_size
     found = found or saved is not None or bool(asked.auto)
     if found:
-        refuse_company(asked, marks, terms.cluster, served is not None, planned=saved is not None)
+        refuse_settings_beside_plan(asked, marks, terms.cluster, served is not None, planned=saved is not None)
     rule = rule_in_force(terms.elastic, by_servers=served is not None and served.dense)
-    marks, slices, reshaped = fitted(rule, marks, terms.cluster or current_cluster(), world.size, here)
+    marks, slices, reshaped = fit_to_ranks(rule, marks, terms.cluster or current_cluster(), world.size, here)
     plan = make_plan(model, optimizers, asked, world.size, here, marks, slices)
     if not found:  # plans that are found say it themselves
-        plan = quickened(plan, asked, world, model, optimizers, served is not None, loss)
-    return Settled(asked, marks, plan, saved, rule, reshaped)
+        plan = choose_fast_path(plan, asked, world, model, optimizers, served is not None, loss)
+    return ResolvedConfig(asked, marks, plan, saved, rule, reshaped)
 
 
 def _choosing(
-    settled: Settled,
+    settled: ResolvedConfig,
     world: World,
     model: nn.Module,
     loss: LossFunction | None,
     optimizers: Mapping[str, torch.optim.Optimizer],
-) -> Choosing:
+) -> AutoPlanner:
     auto = _described(settled.strategy.part(Auto), settled.rule, world.size)
-    return Choosing(auto, world, model, loss, optimizers, asked_of(settled.strategy) is not OFF)
+    return AutoPlanner(auto, world, model, loss, optimizers, requested_fast_path(settled.strategy) is not OFF)
 
 
-def _begin(engine: Engine, choosing: Choosing, settled: Settled, given: Any, batch: Any) -> None:
+def _begin(engine: Engine, choosing: AutoPlanner, settled: ResolvedConfig, given: Any, batch: Any) -> None:
     """Have the engine go by its plan; with ``auto`` and no batch yet it begins with the first one."""
     if engine.trial is not None:
         choosing.run(engine, engine.trial.candidate, batch)
@@ -194,13 +194,13 @@ def _begin(engine: Engine, choosing: Choosing, settled: Settled, given: Any, bat
         choosing.by_sample(engine, batch)
 
 
-def _witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
+def _witness(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:
     """Who looks on, in a process that ``echelon verify`` has started."""
     if VERIFY not in os.environ:
         return None
-    from echelon.tools.verify.attach import find_witness
+    from echelon.tools.verify.attach import find_verify_observer
 
-    return find_witness(model, strategy)
+    return find_verify_observer(model, strategy)
 
 
 def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | None:
@@ -212,7 +212,7 @@ def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | No
     return auto if Cluster.parse(auto.cluster).size == ranks else dataclasses.replace(auto, cluster=None)
 
 
-def _copies(served: Served | None) -> bool:
+def _copies(served: ParameterServerSession | None) -> bool:
     """Whether ranks keep copies of their state with their launchers; servers keep that of their workers."""
     return whole_number(os.environ, COPIES, 0) > 0 and not (served is not None and served.dense)
 
@@ -224,7 +224,7 @@ def _say_what_is_idle(engine: Engine, asked: Strategy) -> None:
 
 def _served(
     model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
-) -> Served | None:
+) -> ParameterServerSession | None:
     """What trains on parameter servers, when the job has them or the model has sparse tables."""
     asked = strategy.part(ParameterServer)
     if asked is None and world.role.role == "alone" and not _has_tables(model):
@@ -235,9 +235,9 @@ def _served(
             f"{'ps' if asked else 'a SparseEmbedding'} needs; start it with 'echelon run --servers 1 --workers "
             f"{world.size} ...'"
         )
-    from echelon.parameter_server.worker.session import Served
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
-    served = Served(asked or ParameterServer(), world.role, world.seed, model, world.device)
+    served = ParameterServerSession(asked or ParameterServer(), world.role, world.seed, model, world.device)
     if served.dense and len(optimizers) > 1:
         raise UsageError("servers step with one optimizer; give one, or ParameterServer(dense='allreduce')")
     return served
@@ -247,7 +247,7 @@ def _has_tables(model: nn.Module) -> bool:
     return any(isinstance(module, SparseEmbedding) for module in model.modules())
 
 
-def _world_of(served: Served | None, world: World) -> World:
+def _world_of(served: ParameterServerSession | None, world: World) -> World:
     """Workers whose dense parameters live on servers each train alone; others of a job with servers come together."""
     if served is None or not served.remote:
         return world

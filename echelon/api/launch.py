@@ -103,18 +103,18 @@ def _refuse(procs: int) -> None:
 
 
 @dataclass
-class _Rank:
+class _LaunchedRank:
     number: int
     pid: int
     result: Connection
     output: Connection
     printed: bytearray = field(default_factory=bytearray)
     letters: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf8")("replace"))
-    ended: _End | None = None
+    ended: _RankOutcome | None = None
 
 
 @dataclass(frozen=True)
-class _End:
+class _RankOutcome:
     value: Any = None
     error: str | None = None
     time: float = 0.0
@@ -123,7 +123,7 @@ class _End:
 # ---- in the rank ----
 
 
-def _start(number: int, count: int, listener: socket.socket, call: Callable[[], Any]) -> _Rank:
+def _start(number: int, count: int, listener: socket.socket, call: Callable[[], Any]) -> _LaunchedRank:
     result, telling = Pipe(duplex=False)
     output, printing = Pipe(duplex=False)
     sys.stdout.flush()
@@ -137,7 +137,7 @@ def _start(number: int, count: int, listener: socket.socket, call: Callable[[], 
         _be(number, count, parent, listener, telling, printing, call)
     telling.close()
     printing.close()
-    return _Rank(number, pid, result, output)
+    return _LaunchedRank(number, pid, result, output)
 
 
 def _be(
@@ -197,20 +197,20 @@ def _take_place(number: int, count: int, listener: socket.socket) -> None:
     torch.set_num_threads(1)  # the threads of the parent's pool were not forked, and waiting for them would not end
 
 
-def _called(call: Callable[[], Any]) -> _End:
+def _called(call: Callable[[], Any]) -> _RankOutcome:
     try:
         value = call()
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            return _End()
-        return _End(error=_told(error), time=time.time())
+            return _RankOutcome()
+        return _RankOutcome(error=_told(error), time=time.time())
     try:
         pickle.dumps(value)
     except Exception as error:
         kind = type(value).__name__
         what = f"it returned {kind}, which cannot be sent back ({error}); return numbers, dicts or tensors on the CPU"
-        return _End(error=what, time=time.time())
-    return _End(value)
+        return _RankOutcome(error=what, time=time.time())
+    return _RankOutcome(value)
 
 
 def _told(error: BaseException) -> str:
@@ -231,9 +231,9 @@ def _inherit_no_exit_handlers() -> None:
 
 
 @contextlib.contextmanager
-def _ended_in_any_case() -> Iterator[list[_Rank]]:
+def _ended_in_any_case() -> Iterator[list[_LaunchedRank]]:
     """No process outlives the call, whether it returns, raises or is interrupted."""
-    ranks: list[_Rank] = []
+    ranks: list[_LaunchedRank] = []
     try:
         yield ranks
     finally:
@@ -282,10 +282,10 @@ def _collected_by_the_caller_alone() -> Iterator[None]:
             gc.enable()
 
 
-def _follow(ranks: list[_Rank]) -> list[Any]:
+def _follow(ranks: list[_LaunchedRank]) -> list[Any]:
     """Show what rank 0 prints until all have returned, or one has failed."""
     deadline: float | None = None
-    sources: dict[Any, _Rank] = {end: rank for rank in ranks for end in (rank.result, rank.output)}
+    sources: dict[Any, _LaunchedRank] = {end: rank for rank in ranks for end in (rank.result, rank.output)}
     while sources:
         limit = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(sources), limit)
@@ -300,7 +300,7 @@ def _follow(ranks: list[_Rank]) -> list[Any]:
     return [rank.ended.value if rank.ended else None for rank in ranks]
 
 
-def _take(rank: _Rank, source: Any) -> bool:
+def _take(rank: _LaunchedRank, source: Any) -> bool:
     """Whether more may come from there."""
     if source is rank.output:
         data = os.read(source.fileno(), 1 << 16)
@@ -309,21 +309,21 @@ def _take(rank: _Rank, source: Any) -> bool:
     try:
         told = source.recv_bytes()
     except (EOFError, OSError):  # it is gone, before what it had to tell or within it
-        rank.ended = rank.ended or _End(error=_death(rank))  # no echo of another's, so the first
+        rank.ended = rank.ended or _RankOutcome(error=_death(rank))  # no echo of another's, so the first
         return False
     rank.ended = _unpacked(told)
     return True
 
 
-def _unpacked(told: bytes) -> _End:
+def _unpacked(told: bytes) -> _RankOutcome:
     try:
-        return _End(*pickle.loads(told))  # from our own child
+        return _RankOutcome(*pickle.loads(told))  # from our own child
     except Exception as error:
         what = f"what it returned cannot be put together again here ({type(error).__name__}: {error})"
-        return _End(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
+        return _RankOutcome(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
 
 
-def _show(rank: _Rank, data: bytes) -> None:
+def _show(rank: _LaunchedRank, data: bytes) -> None:
     if rank.number == 0:
         sys.stdout.write(rank.letters.decode(data, final=not data))  # a read may end within a letter
         sys.stdout.flush()
@@ -331,17 +331,17 @@ def _show(rank: _Rank, data: bytes) -> None:
         rank.printed = (rank.printed + data)[-KEPT:]
 
 
-def _death(rank: _Rank) -> str:
+def _death(rank: _LaunchedRank) -> str:
     _, status = os.waitpid(rank.pid, 0)
     code = os.waitstatus_to_exitcode(status)
     return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
-def _failed(rank: _Rank) -> bool:
+def _failed(rank: _LaunchedRank) -> bool:
     return rank.ended is not None and rank.ended.error is not None
 
 
-def _raise_first(ranks: list[_Rank]) -> None:
+def _raise_first(ranks: list[_LaunchedRank]) -> None:
     failed = [rank for rank in ranks if _failed(rank)]
     if not failed:
         return

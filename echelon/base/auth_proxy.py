@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from echelon.base import network, tls
 from echelon.base.environment import LOOPBACK, PS_CA, PS_CERT, TOKEN
 from echelon.base.errors import PeerLost, UsageError
-from echelon.base.job_secret import PATIENCE, Stranger, calleds_proof, callers_proof
-from echelon.base.proxy_loop import Door, End, is_ours, join, stay_alert, wait_for
+from echelon.base.job_secret import PATIENCE, HandshakeError, calleds_proof, callers_proof
+from echelon.base.proxy_loop import ProxyConnection, ProxyListener, is_ours, join, stay_alert, wait_for
 
 #: Callers at once who have not proven themselves yet. A proof takes one round trip; hundreds of ranks come together.
 STRANGERS = 256
@@ -38,14 +38,14 @@ def serve_store(address: str, port: int, token: bytes | None, timeout: timedelta
     inner = network.listen(LOOPBACK, 0)
     behind = int(inner.getsockname()[1])
     store = _store_at(LOOPBACK, inner, timeout)
-    gate = Gate(listener, behind, token)
+    gate = AuthProxy(listener, behind, token)
     with _changing:
         _served[address, gate.door.port] = behind
     weakref.finalize(store, _forget, address, gate).atexit = False
     return store, gate.door.port
 
 
-def way_to_store(address: str, port: int, token: bytes | None) -> tuple[str, int]:
+def local_store_endpoint(address: str, port: int, token: bytes | None) -> tuple[str, int]:
     """Where a store served elsewhere is reached from this host: itself, or with a secret our tunnel to it.
 
     The first time for a store it is called once, so that a wrong secret is told here: ``WrongSecret``.
@@ -58,44 +58,44 @@ def way_to_store(address: str, port: int, token: bytes | None) -> tuple[str, int
         if (known := _tunnels.get((address, port))) is None:
             _try(address, port, token)
             _close_idle_tunnels()
-            known = _tunnels[address, port] = Tunnel(address, port, token)
+            known = _tunnels[address, port] = AuthTunnel(address, port, token)
         return LOOPBACK, known.door.port
 
 
-class Gate:
+class AuthProxy:
     """Lets in who knows the secret, and passes on what they say to the store behind it."""
 
     def __init__(self, listener: socket.socket, behind: int, token: bytes) -> None:
         self._behind, self._token = behind, token
-        self._tls, self._channel = tls.called_side(), tls.shown_by_us()
+        self._tls, self._channel = tls.server_tls_context(), tls.own_certificate_fingerprint()
         _want_descriptors()
-        self.door = Door(listener, self._receive, at_most=STRANGERS)
+        self.door = ProxyListener(listener, self._receive, at_most=STRANGERS)
 
     async def _receive(self, caller: socket.socket) -> None:
         stay_alert(caller)
         async with asyncio.timeout(PATIENCE):
-            far = await End.accepted(caller, self._tls)
+            far = await ProxyConnection.accepted(caller, self._tls)
         try:
             await far.converse(calleds_proof(self._token, self._channel))
             self.door.know()
-            store = await End.called(LOOPBACK, self._behind)
+            store = await ProxyConnection.called(LOOPBACK, self._behind)
         except BaseException:
             far.transport.abort()
             raise
         await join(far, store)
 
 
-class Tunnel:
+class AuthTunnel:
     """A port on loopback for the ranks of this host; each connection goes on to the gate by one of our own."""
 
     def __init__(self, address: str, port: int, token: bytes) -> None:
         self._target, self._token = (address, port), token
-        self.door = Door(network.listen(LOOPBACK, 0), self._receive, at_most=10 * STRANGERS)
+        self.door = ProxyListener(network.listen(LOOPBACK, 0), self._receive, at_most=10 * STRANGERS)
 
     async def _receive(self, caller: socket.socket) -> None:
         if not is_ours(caller):
-            raise Stranger("it belongs to another user of this host")
-        near = await End.accepted(caller)
+            raise HandshakeError("it belongs to another user of this host")
+        near = await ProxyConnection.accepted(caller)
         try:
             far = await _call(*self._target, self._token)
         except BaseException:
@@ -107,7 +107,7 @@ class Tunnel:
 
 #: stores that we serve ourselves, by where others reach them; and our tunnels to others
 _served: dict[tuple[str, int], int] = {}
-_tunnels: dict[tuple[str, int], Tunnel] = {}
+_tunnels: dict[tuple[str, int], AuthTunnel] = {}
 _changing = threading.Lock()
 
 
@@ -118,7 +118,7 @@ def _store_at(address: str, listener: socket.socket, timeout: timedelta) -> TCPS
     )
 
 
-def _forget(address: str, gate: Gate) -> None:
+def _forget(address: str, gate: AuthProxy) -> None:
     _served.pop((address, gate.door.port), None)  # no lock: this may run at any moment of any thread
     gate.door.close()
 
@@ -138,9 +138,9 @@ def _want_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
-async def _call(address: str, port: int, token: bytes) -> End:
+async def _call(address: str, port: int, token: bytes) -> ProxyConnection:
     async with asyncio.timeout(PATIENCE):
-        far = await End.called(address, port, tls.callers_side())
+        far = await ProxyConnection.called(address, port, tls.client_tls_context())
     try:
         shown = far.transport.get_extra_info("ssl_object")
         channel = tls.fingerprint(shown.getpeercert(binary_form=True)) if shown else b""
@@ -155,7 +155,7 @@ def _try(address: str, port: int, token: bytes) -> None:
     where = network.endpoint(address, port)
     try:
         wait_for(_call(address, port, token)).transport.abort()
-    except Stranger as stranger:
+    except HandshakeError as stranger:
         if stranger.knows_our_language:
             raise WrongSecret(
                 f"the job at {where} does not know this secret; {TOKEN} must be the same on every host"

@@ -44,10 +44,10 @@ def strict(cls: type[T]) -> type[T]:
 def _refuse_change(self: Any, name: str, value: Any) -> None:
     """Say how to write what a mutable object would be told afterwards."""
     made = f"{type(self).__name__}({name}={_short(value)}, ...)"
-    raise Unchangeable(f"a {type(self).__name__} is not changed once it is made; give all options at once: {made}")
+    raise FrozenOptionError(f"a {type(self).__name__} is not changed once it is made; give all options at once: {made}")
 
 
-class Unchangeable(UsageError, AttributeError):
+class FrozenOptionError(UsageError, AttributeError):
     """An option of a frozen object was set after it was made."""
 
 

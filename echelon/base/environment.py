@@ -97,7 +97,7 @@ KUBERNETES = "KUBERNETES_SERVICE_HOST"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process's coordinates in the job.
 
     endpoints: ``host:port`` of every rank, where the trainers were announced by them and no launcher started them
@@ -118,10 +118,10 @@ class Place:
         return self.local_world_size == self.world_size
 
 
-ALONE = Place(0, 1, 0, 1, 0, LOOPBACK, 0, "one process")
+ALONE = RankInfo(0, 1, 0, 1, 0, LOOPBACK, 0, "one process")
 
 
-def find_place(env: Mapping[str, str] | None = None) -> Place:
+def detect_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
     """This process's place, from the launcher's variables; alone when there are none."""
     env = os.environ if env is None else env
     for present, read in (("RANK", _torchrun), (SLURM_STEP, _slurm), ("OMPI_COMM_WORLD_RANK", _open_mpi)):
@@ -131,11 +131,11 @@ def find_place(env: Mapping[str, str] | None = None) -> Place:
     return ALONE
 
 
-def worker_place(index: int, workers: int, env: Mapping[str, str] | None = None) -> Place:
+def worker_rank_info(index: int, workers: int, env: Mapping[str, str] | None = None) -> RankInfo:
     """The place of worker ``index`` of a job with parameter servers. It need not know where the others would meet."""
     env = os.environ if env is None else env
     here = max(1, whole_number(env, "LOCAL_WORLD_SIZE", 1))
-    return Place(
+    return RankInfo(
         rank=index,
         world_size=workers,
         local_rank=whole_number(env, "LOCAL_RANK", index % here),
@@ -147,11 +147,11 @@ def worker_place(index: int, workers: int, env: Mapping[str, str] | None = None)
     )
 
 
-def _torchrun(env: Mapping[str, str]) -> Place:
+def _torchrun(env: Mapping[str, str]) -> RankInfo:
     world = whole_number(env, "WORLD_SIZE")
     local_world = whole_number(env, "LOCAL_WORLD_SIZE", world)
     return _checked(
-        Place(
+        RankInfo(
             rank=whole_number(env, "RANK"),
             world_size=world,
             local_rank=whole_number(env, "LOCAL_RANK", whole_number(env, "RANK") % local_world),
@@ -164,11 +164,11 @@ def _torchrun(env: Mapping[str, str]) -> Place:
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Place:
+def _slurm(env: Mapping[str, str]) -> RankInfo:
     hosts = expand_hosts(env.get(SLURM_STEP_LIST) or env.get(SLURM_JOB_LIST) or "localhost")
     world = whole_number(env, SLURM_STEP)
     return _checked(
-        Place(
+        RankInfo(
             rank=whole_number(env, "SLURM_PROCID"),
             world_size=world,
             local_rank=whole_number(env, "SLURM_LOCALID"),
@@ -191,7 +191,7 @@ def _slurm_local_tasks(env: Mapping[str, str], world: int) -> int:
     return counts[node] if node < len(counts) else counts[-1]
 
 
-def _open_mpi(env: Mapping[str, str]) -> Place:
+def _open_mpi(env: Mapping[str, str]) -> RankInfo:
     world, local_world = whole_number(env, "OMPI_COMM_WORLD_SIZE"), whole_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     address = env.get("MASTER_ADDR") or (LOOPBACK if world == local_world else "")
     if not address:
@@ -201,7 +201,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
         )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "0"
     return _checked(
-        Place(
+        RankInfo(
             rank=whole_number(env, "OMPI_COMM_WORLD_RANK"),
             world_size=world,
             local_rank=whole_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -214,7 +214,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
     )
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: RankInfo) -> RankInfo:
     if not 0 <= place.rank < place.world_size:
         raise UsageError(
             f"{place.launcher} says rank {place.rank} of {place.world_size} processes; "

@@ -24,7 +24,7 @@ _CHALLENGE = 32
 PATIENCE = 10.0
 
 
-class Stranger(Exception):
+class HandshakeError(Exception):
     """Who is at the other end does not know the secret, or does not even speak our language."""
 
     def __init__(self, line: str, knows_our_language: bool = False) -> None:
@@ -65,25 +65,25 @@ def callers_proof(token: bytes, channel: bytes = b"") -> Proof:
     theirs = yield GREETING + mine, _CHALLENGE
     answer = yield b"", _CHALLENGE
     if not hmac.compare_digest(answer, _answer(token, b"called", mine, theirs, channel)):
-        raise Stranger("it does not know the job's secret", knows_our_language=True)
+        raise HandshakeError("it does not know the job's secret", knows_our_language=True)
     yield _answer(token, b"caller", mine, theirs, channel), 0
 
 
 def calleds_proof(token: bytes, channel: bytes = b"") -> Proof:
     greeting = yield b"", len(GREETING)
     if greeting != GREETING:
-        raise Stranger("it is no part of an Echelon job")
+        raise HandshakeError("it is no part of an Echelon job")
     theirs = yield b"", _CHALLENGE
     mine = secrets.token_bytes(_CHALLENGE)
     answer = yield mine + _answer(token, b"called", theirs, mine, channel), _CHALLENGE
     if not hmac.compare_digest(answer, _answer(token, b"caller", theirs, mine, channel)):
-        raise Stranger("it does not know the job's secret", knows_our_language=True)
+        raise HandshakeError("it does not know the job's secret", knows_our_language=True)
 
 
 def prove(connection: socket.socket, token: bytes) -> None:
     """The caller's side: show that we know the secret, and see that the one called does.
 
-    Raises ``Stranger`` within ``PATIENCE`` whatever the other does, as ``admit`` does.
+    Raises ``HandshakeError`` within ``PATIENCE`` whatever the other does, as ``admit`` does.
     """
     _converse(connection, callers_proof(token))
 
@@ -104,7 +104,7 @@ def _converse(connection: socket.socket, proof: Proof) -> None:
     except StopIteration:
         connection.settimeout(before)
     except OSError as error:
-        raise Stranger(f"it did not answer ({error})") from None
+        raise HandshakeError(f"it did not answer ({error})") from None
 
 
 def _answer(token: bytes, side: bytes, callers: bytes, called: bytes, channel: bytes) -> bytes:
@@ -118,6 +118,6 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(count - len(found))
         if not piece:
-            raise Stranger("it hung up")
+            raise HandshakeError("it hung up")
         found += piece
     return found

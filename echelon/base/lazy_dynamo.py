@@ -25,7 +25,7 @@ _TRACER = "torch._dynamo"
 _CACHE = "__dynamo_disable"  # where torch keeps a function's hidden form, and looks for it first
 
 
-def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def hide_from_dynamo(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """A function of ours that torch.compile is to leave alone."""
     return _plain_for_now(_disable_dynamo(function))
 
@@ -40,7 +40,7 @@ def _plain_for_now(function: Callable[Arguments, Result]) -> Callable[Arguments,
     return function
 
 
-class _Waiting:
+class _DynamoImportHook:
     """Sees torch._dynamo being imported, as the first of the finders of modules, and never finds anything itself."""
 
     def __init__(self) -> None:
@@ -96,5 +96,5 @@ def _without_graph_breaks(func: Callable[..., Any]) -> FunctionType:
 
 
 _PLAIN = _without_graph_breaks(print).__code__
-_waiting = _Waiting()
+_waiting = _DynamoImportHook()
 _waiting.begin()

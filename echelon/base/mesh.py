@@ -19,7 +19,7 @@ def coordinates(mesh: Mapping[str, int], order: Sequence[int], rank: int) -> dic
     return {axis: found[axis] for axis in AXES}
 
 
-def lines(mesh: Mapping[str, int], order: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
+def rank_groups(mesh: Mapping[str, int], order: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
     """All groups of ranks that differ along ``axes`` only, each in the order of its places. They cover every rank."""
     sizes = [mesh.get(axis, 1) for axis in AXES]
     places = list(order) or list(range(math.prod(sizes)))

@@ -25,7 +25,7 @@ MOVED = {
     "ps.rules": "strategy.table_rules",
     "ps.serve": "parameter_server.server.process",
     "record": "observability.runlog",
-    "record.read": "observability.runlog.reader",
+    "record.read": "observability.runlog.run_reader",
     "report": "tools.report",
     "report.command": "cli.commands.report",
     "timeline": "observability.trace",

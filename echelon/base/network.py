@@ -34,7 +34,7 @@ class Nic:
 
 
 @dataclass(frozen=True)
-class Route:
+class NetworkRoute:
     """The way to an address: through which interface, and ``None`` or the gateway on the way."""
 
     interface: str
@@ -46,7 +46,7 @@ def nics() -> list[Nic]:
     return [Nic(name, address_of(name), _is_up(name), _mtu(name), _speed(name)) for name in interfaces()]
 
 
-def route_to(address: str, table: str) -> Route | None:
+def route_to(address: str, table: str) -> NetworkRoute | None:
     """The route to an IPv4 address by the kernel's table (/proc/net/route): the longest prefix, then the metric."""
     wanted, found = int(ipaddress.IPv4Address(address)), []
     for line in table.splitlines()[1:]:
@@ -57,7 +57,7 @@ def route_to(address: str, table: str) -> Route | None:
     if not found:
         return None
     _, _, interface, gateway = min(found)
-    return Route(interface, str(ipaddress.IPv4Address(gateway)) if gateway else None)
+    return NetworkRoute(interface, str(ipaddress.IPv4Address(gateway)) if gateway else None)
 
 
 def own_name_address() -> str | None:

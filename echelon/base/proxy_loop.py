@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from echelon.base.job_secret import PATIENCE, Proof, Stranger
+from echelon.base.job_secret import PATIENCE, HandshakeError, Proof
 
 #: Bytes of a caller that are read before it has proven itself: enough for the proof
 KEPT = 1024
@@ -34,26 +34,26 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(work, loop()).result()
 
 
-class End(asyncio.Protocol):
+class ProxyConnection(asyncio.Protocol):
     """One connection. What comes is kept for ``converse`` until the end is joined to another, then goes on to that."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
         self._news = asyncio.Event()
         self._ended = False
-        self._sink: End | None = None
+        self._sink: ProxyConnection | None = None
         self.lost = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport
 
     @classmethod
-    async def accepted(cls, caller: socket.socket, tls: ssl.SSLContext | None = None) -> End:
+    async def accepted(cls, caller: socket.socket, tls: ssl.SSLContext | None = None) -> ProxyConnection:
         _, end = await asyncio.get_running_loop().connect_accepted_socket(
             cls, caller, ssl=tls, ssl_handshake_timeout=PATIENCE if tls else None
         )
         return end
 
     @classmethod
-    async def called(cls, address: str, port: int, tls: ssl.SSLContext | None = None) -> End:
+    async def called(cls, address: str, port: int, tls: ssl.SSLContext | None = None) -> ProxyConnection:
         _, end = await asyncio.get_running_loop().create_connection(
             cls, address, port, ssl=tls, server_hostname=address if tls else None
         )
@@ -61,7 +61,7 @@ class End(asyncio.Protocol):
         return end
 
     async def converse(self, proof: Proof) -> None:
-        """Raises ``Stranger`` within ``PATIENCE`` unless the other end proves itself."""
+        """Raises ``HandshakeError`` within ``PATIENCE`` unless the other end proves itself."""
         try:
             async with asyncio.timeout(PATIENCE):
                 say, wanted = next(proof)
@@ -70,27 +70,27 @@ class End(asyncio.Protocol):
                         self.transport.write(say)
                         say, wanted = proof.send(await self._receive(wanted))
         except TimeoutError:
-            raise Stranger(f"it did not answer within {PATIENCE:g} s") from None
+            raise HandshakeError(f"it did not answer within {PATIENCE:g} s") from None
 
     async def _receive(self, count: int) -> bytes:
         while len(self._kept) < count:
             if self._ended:
-                raise Stranger("it hung up")
+                raise HandshakeError("it hung up")
             self._news.clear()
             await self._news.wait()
         found = bytes(self._kept[:count])
         del self._kept[:count]
         return found
 
-    def pass_on_to(self, sink: End) -> None:
+    def forward_to(self, sink: ProxyConnection) -> None:
         self._sink = sink
         sink.transport.write(bytes(self._kept))
         self._kept.clear()
         self.transport.resume_reading()
         if self._ended:
-            sink.say_farewell()
+            sink.send_eof()
 
-    def say_farewell(self) -> None:
+    def send_eof(self) -> None:
         """The other side of the pipe has nothing more to say."""
         if self._ended or not self.transport.can_write_eof():  # TLS cannot end one direction only
             self.transport.close()
@@ -116,7 +116,7 @@ class End(asyncio.Protocol):
         self._ended = True
         self._news.set()
         if self._sink is not None:
-            self._sink.say_farewell()
+            self._sink.send_eof()
         return self.transport.can_write_eof()  # whether we may still have something to say
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -142,10 +142,10 @@ def stay_alert(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-async def join(one: End, other: End) -> None:
+async def join(one: ProxyConnection, other: ProxyConnection) -> None:
     """Pass on what either says until both have ended, or one is lost."""
-    one.pass_on_to(other)
-    other.pass_on_to(one)
+    one.forward_to(other)
+    other.forward_to(one)
     try:
         await asyncio.wait([one.lost, other.lost], return_when=asyncio.FIRST_COMPLETED)
     finally:  # what was said before the end is still delivered
@@ -153,7 +153,7 @@ async def join(one: End, other: End) -> None:
         other.transport.close()
 
 
-class Door:
+class ProxyListener:
     """A listening socket; ``receive`` sees to every caller. ``at_most``: callers that ``know`` has not been called for.
 
     When more come, the one that has waited longest goes: whoever knows what to say has said it long before.
@@ -218,7 +218,7 @@ class Door:
     async def _tend(self, caller: socket.socket) -> None:
         try:
             await self._receive(caller)
-        except (OSError, Stranger):  # what went wrong with one caller is nobody else's concern
+        except (OSError, HandshakeError):  # what went wrong with one caller is nobody else's concern
             caller.close()
         except BaseException:
             caller.close()

@@ -15,7 +15,7 @@ from echelon.base.errors import UsageError
 from echelon.base.security import Security
 
 
-def called_side(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
+def server_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
     """What a gate speaks; ``None``: no TLS."""
     files = Security.from_environment(env)
     if files.certificate is None:
@@ -28,7 +28,7 @@ def called_side(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
     return context
 
 
-def callers_side(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
+def client_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
     """What a tunnel speaks; ``None``: no TLS."""
     files = Security.from_environment(env)
     if files.authority is None:
@@ -41,7 +41,7 @@ def callers_side(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
     return context
 
 
-def shown_by_us(env: Mapping[str, str] | None = None) -> bytes:
+def own_certificate_fingerprint(env: Mapping[str, str] | None = None) -> bytes:
     """The fingerprint of the certificate that our gate shows; empty without TLS."""
     path = Security.from_environment(env).certificate
     if path is None:

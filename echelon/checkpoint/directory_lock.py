@@ -33,7 +33,7 @@ _LOOK = 0.1  # seconds
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """The process that has a directory; pid 0 where it is not known."""
 
     host: str
@@ -48,15 +48,15 @@ class NoLocksError(Exception):
 
 
 @dataclass
-class _Held:
+class _HeldLock:
     handle: int
     count: int
 
 
-_held: dict[str, _Held] = {}  # by directory: engines of one process share a claim
+_held: dict[str, _HeldLock] = {}  # by directory: engines of one process share a claim
 
 
-class Claims:
+class DirectoryLocks:
     """The directories that an engine writes into. All ranks ask together; the one that ``writes`` has the locks."""
 
     def __init__(self, group: dist.ProcessGroup | None, writes: bool) -> None:
@@ -98,7 +98,7 @@ def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str |
     try:
         while (handle := _locked(directory)) is None:
             holder = read_holder(directory)
-            if holder == Holder(here, os.getppid()):
+            if holder == LockHolder(here, os.getppid()):
                 return None  # a process and those that it has forked are one job
             if time.monotonic() > until:
                 return _refusal(directory, holder, restarted and holder.host != here, say)
@@ -108,11 +108,11 @@ def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str |
     except OSError:
         pass  # what is wrong with the directory is said by the first save
     else:
-        _held[key] = _Held(handle, 1)
+        _held[key] = _HeldLock(handle, 1)
     return None
 
 
-def _refusal(directory: Path, holder: Holder, is_own: bool, say: Callable[[str], None]) -> str | None:
+def _refusal(directory: Path, holder: LockHolder, is_own: bool, say: Callable[[str], None]) -> str | None:
     if is_own:
         say(f"checkpoint: {holder}, of an earlier round of this job, still has {directory}; it is taken to be lost")
         return None
@@ -136,13 +136,13 @@ def release(directory: Path) -> None:
         os.close(held.handle)
 
 
-def read_holder(directory: Path) -> Holder:
+def read_holder(directory: Path) -> LockHolder:
     """Return who last claimed ``directory``."""
     try:
         known = json.loads((directory / FILE).read_text())
-        return Holder(str(known["host"]), int(known["pid"]))
+        return LockHolder(str(known["host"]), int(known["pid"]))
     except (OSError, ValueError, TypeError, KeyError):
-        return Holder("", 0)
+        return LockHolder("", 0)
 
 
 def _locked(directory: Path) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.base.errors import CheckpointError, LossError
-from echelon.distributed.local_state import Holdings
+from echelon.distributed.local_state import LocalState
 from echelon.distributed.tensor_layout import Part
 
 #: Buffers that are computed from activations; in others an infinity may be meant, as in a mask.
@@ -26,7 +26,7 @@ State = Mapping[str, Tensor | Part]  # by the names of state.py
 
 
 @dataclass(frozen=True)
-class Spoiled:
+class NonFiniteTensor:
     """A tensor of the training state with ``count`` NaN or infinite numbers among ``total``."""
 
     name: str
@@ -48,18 +48,18 @@ class FiniteCheck:
     scaled: there is a loss scale: merged gradients may overflow, for the step that applies them is skipped
     """
 
-    def __init__(self, holdings: Holdings, scaled: bool) -> None:
+    def __init__(self, holdings: LocalState, scaled: bool) -> None:
         self._buffers = {name for name, _ in holdings.model.named_buffers()}
         self._meant = spoiled_names(holdings.tensors())
         self._scaled = scaled
 
-    def find(self, tensors: State) -> Spoiled | None:
+    def find(self, tensors: State) -> NonFiniteTensor | None:
         """Return a tensor that training must not go on from; None if all are good."""
         checked = {name: value for name, value in tensors.items() if self._is_checked(name, _local(value))}
         found = [self._count(name, _local(checked[name])) for name in spoiled_names(checked)]
         return min((each for each in found if each.count), key=lambda each: each.order, default=None)
 
-    def describe(self, spoiled: Spoiled) -> str:
+    def describe(self, spoiled: NonFiniteTensor) -> str:
         """Return words for the tensor and its numbers."""
         name = _model_name(spoiled.name)
         if name:
@@ -74,7 +74,7 @@ class FiniteCheck:
 
     def refuse(self, step: int, by_rank: Sequence[list[Any] | None], finish: Callable[[], None]) -> None:
         """Raise, on all ranks alike, if one of them has found something; ``finish`` the save before it first."""
-        found = {rank: Spoiled(*spoiled) for rank, spoiled in enumerate(by_rank) if spoiled}
+        found = {rank: NonFiniteTensor(*spoiled) for rank, spoiled in enumerate(by_rank) if spoiled}
         if not found:
             return
         with suppress(CheckpointError):  # this error is the one to tell
@@ -87,11 +87,11 @@ class FiniteCheck:
             "rate, clip gradients, or look at the batch of that step"
         )
 
-    def _count(self, name: str, value: Tensor) -> Spoiled:
+    def _count(self, name: str, value: Tensor) -> NonFiniteTensor:
         of_model = _model_name(name)
         is_mask = of_model in self._buffers and not of_model.endswith(_STATISTICS)
         bad = torch.isnan(value) if is_mask else ~torch.isfinite(value)
-        return Spoiled(name, 0 if of_model in self._meant else int(bad.sum()), value.numel())
+        return NonFiniteTensor(name, 0 if of_model in self._meant else int(bad.sum()), value.numel())
 
     def _is_checked(self, name: str, value: Tensor) -> bool:
         """A generator's state has a NaN for "none"; single numbers of an optimizer may begin infinite (a best loss)."""

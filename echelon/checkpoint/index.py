@@ -21,7 +21,7 @@ from echelon.base.errors import CheckpointError, Damaged
 from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import INDEX
 from echelon.checkpoint.os_errors import cannot_read
-from echelon.checkpoint.tensorfile import FileRecord, Span
+from echelon.checkpoint.tensorfile import FileRecord, TensorByteSpan
 
 FORMAT = "echelon-checkpoint"
 VERSION = 1
@@ -42,11 +42,11 @@ class Chunk:
     dtype: torch.dtype
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    span: Span
+    span: TensorByteSpan
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor as a whole."""
 
     dtype: torch.dtype
@@ -55,13 +55,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """The whole of ``index.json``."""
 
     step: int
     world_size: int
     files: dict[str, FileRecord]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     facts: dict[str, Any]
 
     def to_bytes(self) -> bytes:
@@ -79,17 +79,17 @@ class Index:
         return text + _SEAL + tensorfile.in_hex(tensorfile.checksum(text)).encode() + b'"\n}\n'
 
     def check(self) -> None:
-        """Raise ``Malformed`` unless the pieces fill the tensors, and the files, exactly."""
+        """Raise ``MalformedIndexError`` unless the pieces fill the tensors, and the files, exactly."""
         for name, entry in self.tensors.items():
             _check_filled(name, entry)
         _check_files_filled(self)
 
 
-class Malformed(ValueError):
+class MalformedIndexError(ValueError):
     """The index says something that cannot be."""
 
 
-def read_index(checkpoint: Path) -> Index:
+def read_index(checkpoint: Path) -> CheckpointIndex:
     """The verified index of the checkpoint in that directory."""
     path = checkpoint / INDEX
     try:
@@ -105,7 +105,7 @@ def read_index(checkpoint: Path) -> Index:
     try:
         index = _from_json(content)
         index.check()
-    except (Malformed, RecursionError) as error:
+    except (MalformedIndexError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a usable index: {error}; use another checkpoint") from None
     return index
 
@@ -135,7 +135,7 @@ def _unseal(path: Path, data: bytes) -> dict[str, Any]:
     return content
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
+def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
     chunks = [
         {
             "file": chunk.file,
@@ -151,8 +151,8 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
     return {"dtype": dtypes.name_of(entry.dtype), "shape": entry.shape, "chunks": chunks}
 
 
-def _from_json(content: Mapping[str, Any]) -> Index:
-    return Index(
+def _from_json(content: Mapping[str, Any]) -> CheckpointIndex:
+    return CheckpointIndex(
         step=_whole(content, "step"),
         world_size=_whole(content, "world_size"),
         files={_file_name(name): _file_record(value) for name, value in _object(content, "files").items()},
@@ -166,16 +166,16 @@ def _file_record(value: Any) -> FileRecord:
     return FileRecord(_whole(fields, "nbytes"), _whole(fields, "header_nbytes"), _sum_of(fields, "header_checksum"))
 
 
-def _entry(value: Any) -> Entry:
+def _entry(value: Any) -> TensorEntry:
     fields = _as_object(value)
     dtype = dtypes.dtype_named(_text(fields, "dtype"))
     if dtype is None:
-        raise Malformed(f"dtype {_brief(fields['dtype'])} is unknown")
+        raise MalformedIndexError(f"dtype {_brief(fields['dtype'])} is unknown")
     chunks = tuple(_chunk(chunk, dtype) for chunk in _list(fields, "chunks"))
     shape = _wholes(fields, "shape")
     if len(shape) > _MOST_DIMENSIONS or dtypes.nbytes(dtype, [size or 1 for size in shape]) > _LARGEST:
-        raise Malformed(f"no tensor has the shape {_brief(shape)}")
-    return Entry(dtype, shape, chunks)
+        raise MalformedIndexError(f"no tensor has the shape {_brief(shape)}")
+    return TensorEntry(dtype, shape, chunks)
 
 
 def _chunk(value: Any, dtype: torch.dtype) -> Chunk:
@@ -186,41 +186,41 @@ def _chunk(value: Any, dtype: torch.dtype) -> Chunk:
         dtype=dtype,
         offsets=_wholes(fields, "offsets"),
         sizes=_wholes(fields, "sizes"),
-        span=Span(_whole(fields, "start"), _whole(fields, "nbytes"), _sum_of(fields, "checksum")),
+        span=TensorByteSpan(_whole(fields, "start"), _whole(fields, "nbytes"), _sum_of(fields, "checksum")),
     )
 
 
-def _check_filled(name: str, entry: Entry) -> None:
+def _check_filled(name: str, entry: TensorEntry) -> None:
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
-            raise Malformed(f"a piece of {_brief(name)} has another number of dimensions")
+            raise MalformedIndexError(f"a piece of {_brief(name)} has another number of dimensions")
         ends = (offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
-            raise Malformed(f"a piece of {_brief(name)} lies outside of it")
+            raise MalformedIndexError(f"a piece of {_brief(name)} lies outside of it")
         if chunk.span.nbytes != dtypes.nbytes(entry.dtype, chunk.sizes):
-            raise Malformed(f"a piece of {_brief(name)} has the wrong number of bytes")
+            raise MalformedIndexError(f"a piece of {_brief(name)} has the wrong number of bytes")
     distinct = len({chunk.offsets for chunk in entry.chunks})
     filled = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     if not entry.chunks or distinct != len(entry.chunks) or filled != math.prod(entry.shape):
-        raise Malformed(f"the pieces of {_brief(name)} do not fill it")
+        raise MalformedIndexError(f"the pieces of {_brief(name)} do not fill it")
 
 
-def _check_files_filled(index: Index) -> None:
+def _check_files_filled(index: CheckpointIndex) -> None:
     """Every byte of every file belongs to exactly one checksum, so no damage goes unseen and no file is read twice."""
-    spans: dict[str, list[Span]] = {name: [] for name in index.files}
+    spans: dict[str, list[TensorByteSpan]] = {name: [] for name in index.files}
     for entry in index.tensors.values():
         for chunk in entry.chunks:
             if chunk.file not in spans:
-                raise Malformed(f"{chunk.file} is not among the files")
+                raise MalformedIndexError(f"{chunk.file} is not among the files")
             spans[chunk.file].append(chunk.span)
     for name, record in index.files.items():
         position = record.header_nbytes
         for span in sorted(spans[name], key=lambda span: (span.start, span.nbytes)):
             if span.start != position:
-                raise Malformed(f"the pieces in {name} do not fill it")
+                raise MalformedIndexError(f"the pieces in {name} do not fill it")
             position += span.nbytes
         if position != record.nbytes:
-            raise Malformed(f"the pieces in {name} do not fill it")
+            raise MalformedIndexError(f"the pieces in {name} do not fill it")
 
 
 def _check_plain(value: Any, where: str) -> None:
@@ -244,21 +244,21 @@ def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Malformed(f"{_brief(value)} stands where an object should")
+        raise MalformedIndexError(f"{_brief(value)} stands where an object should")
     return value
 
 
 def _list(fields: Mapping[str, Any], key: str) -> list[Any]:
     value = _required(fields, key)
     if not isinstance(value, list):
-        raise Malformed(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {_brief(value)}")
     return value
 
 
 def _text(fields: Mapping[str, Any], key: str) -> str:
     value = _required(fields, key)
     if not isinstance(value, str):
-        raise Malformed(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {_brief(value)}")
     return value
 
 
@@ -272,27 +272,27 @@ def _wholes(fields: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 def _as_whole(value: Any, key: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise Malformed(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {_brief(value)}")
     return value
 
 
 def _sum_of(fields: Mapping[str, Any], key: str) -> str:
     value = _text(fields, key)
     if not _CHECKSUM.fullmatch(value):
-        raise Malformed(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {_brief(value)}")
     return value
 
 
 def _file_name(value: str) -> str:
     """Only names that a writer gives: never a path, so that nothing outside the checkpoint is ever opened."""
     if not _FILE_NAME.fullmatch(value):
-        raise Malformed(f"file name {_brief(value)} is not one of ours")
+        raise MalformedIndexError(f"file name {_brief(value)} is not one of ours")
     return value
 
 
 def _required(fields: Mapping[str, Any], key: str) -> Any:
     if key not in fields:
-        raise Malformed(f"{key} is missing")
+        raise MalformedIndexError(f"{key} is missing")
     return fields[key]
 
 

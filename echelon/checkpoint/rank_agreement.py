@@ -25,7 +25,7 @@ class PeerLostWhileSaving(CheckpointError, PeerLost):
     """A rank of the save died or does not answer: a consequence, whose cause is in that rank's log."""
 
 
-class Peers:
+class SavePeers:
     """The ranks that write one checkpoint together, on a group of their own, apart from training's collectives."""
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, timeout: float) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import find
-from echelon.checkpoint.index import Chunk, Entry, read_index
+from echelon.checkpoint.index import Chunk, TensorEntry, read_index
 from echelon.distributed.tensor_layout import Box, Layout, Part
 
 _NAMED = 3  # a message names this many of the tensors that do not fit
@@ -140,13 +140,13 @@ class Stored:
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
         """A file of the checkpoint, its header verified the first time only, as tensors are often read one by one."""
-        with tensorfile.opened(self.path / name) as file:
+        with tensorfile.open_tensor_file(self.path / name) as file:
             if name not in self._sound:
                 tensorfile.check_whole(self.path / name, file, self._index.files[name])
                 self._sound.add(name)
             yield file
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         entry = self._index.tensors.get(name)
         if entry is None:
             raise CheckpointError(
@@ -184,7 +184,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     Stored(find(path)).verify()
 
 
-def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
+def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 

@@ -13,23 +13,25 @@ import torch
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import directory as layout
 from echelon.checkpoint import dtypes, tensorfile
-from echelon.checkpoint.index import Chunk, Entry, Index, Malformed, plain_facts
+from echelon.checkpoint.index import CheckpointIndex, Chunk, MalformedIndexError, TensorEntry, plain_facts
 from echelon.checkpoint.os_errors import cannot_write
-from echelon.checkpoint.rank_agreement import Peers
-from echelon.checkpoint.staging import Staging
-from echelon.checkpoint.tensorfile import FileRecord, Slot, Span
-from echelon.checkpoint.write_plan import Piece, local_pieces
-from echelon.checkpoint.write_plan_cache import Allotment
+from echelon.checkpoint.rank_agreement import SavePeers
+from echelon.checkpoint.staging import StagingBuffers
+from echelon.checkpoint.tensorfile import FileRecord, TensorByteSpan, TensorSlot
+from echelon.checkpoint.write_plan import WritePiece, local_pieces
+from echelon.checkpoint.write_plan_cache import WritePlanCache
 from echelon.distributed.tensor_layout import Part
 
 T = TypeVar("T")
-Held = list[tuple[Piece, torch.Tensor]]
+Held = list[tuple[WritePiece, torch.Tensor]]
 
 
-class Save:
+class CheckpointSave:
     """What the ranks do together for one step: agree on shares, write them, give the result its name."""
 
-    def __init__(self, peers: Peers, allotment: Allotment, directory: Path, step: int, keep: int | None) -> None:
+    def __init__(
+        self, peers: SavePeers, allotment: WritePlanCache, directory: Path, step: int, keep: int | None
+    ) -> None:
         self._peers = peers
         self._allotment = allotment
         self._directory = directory
@@ -56,7 +58,7 @@ class Save:
         self._share = [self._held[position] for position in mine]
         self._share.sort(key=lambda held: -held[0].dtype.itemsize)  # so that each tensor lies aligned to its dtype
 
-    def stage(self, staging: Staging) -> None:
+    def stage(self, staging: StagingBuffers) -> None:
         """Copy this rank's share aside. A failure waits for ``write``, where the other ranks can hear of it."""
         try:
             self._share = staging.copy(self._share)
@@ -105,7 +107,7 @@ class Save:
         return {"file": asdict(record), "written": written}
 
     def _complete(self, results: list[Any]) -> None:
-        index = Index(
+        index = CheckpointIndex(
             step=self._step,
             world_size=self._peers.world_size,
             files={layout.tensor_file(rank): FileRecord(**result["file"]) for rank, result in enumerate(results)},
@@ -117,7 +119,7 @@ class Save:
         if self._keep is not None:
             self._prune(self._keep)
 
-    def _publish(self, index: Index) -> None:
+    def _publish(self, index: CheckpointIndex) -> None:
         tensorfile.write_whole(self._aside / layout.INDEX, index.to_bytes())
         layout.publish(self._aside, self._directory, self._step)
 
@@ -130,10 +132,10 @@ class Save:
                 f"{error.strerror}; remove it by hand"
             ) from error
 
-    def _refuse_incomplete(self, index: Index) -> None:
+    def _refuse_incomplete(self, index: CheckpointIndex) -> None:
         try:
             index.check()
-        except Malformed as error:
+        except MalformedIndexError as error:
             raise CheckpointError(f"the tensors of the ranks do not fit together: {error}") from error
         for name, record in index.files.items():
             path = self._aside / name
@@ -154,26 +156,30 @@ class Save:
             raise CheckpointError(cannot_write(self._aside, error, opened_elsewhere=self._peers.rank > 0)) from error
 
 
-def _slots(pieces: Sequence[Piece]) -> list[Slot]:
+def _slots(pieces: Sequence[WritePiece]) -> list[TensorSlot]:
     """The pieces as tensors of one file. A whole tensor keeps its name; a shard's says where it begins."""
-    slots: dict[str, Slot] = {}
+    slots: dict[str, TensorSlot] = {}
     for piece in pieces:
         name = piece.name
         if piece.sizes != piece.shape:
             name += "@" + ",".join(str(offset) for offset in piece.offsets)
         while name in slots:
             name += "'"
-        slots[name] = Slot(name, *dtypes.stored_as(piece.dtype, piece.sizes), dtypes.nbytes(piece.dtype, piece.sizes))
+        slots[name] = TensorSlot(
+            name, *dtypes.stored_as(piece.dtype, piece.sizes), dtypes.nbytes(piece.dtype, piece.sizes)
+        )
     return list(slots.values())
 
 
-def _entries(written: Sequence[Sequence[Any]]) -> dict[str, Entry]:
-    wholes: dict[str, Piece] = {}
+def _entries(written: Sequence[Sequence[Any]]) -> dict[str, TensorEntry]:
+    wholes: dict[str, WritePiece] = {}
     chunks: dict[str, list[Chunk]] = {}
     for rank, items in enumerate(written):
         for message, name, span in items:
-            piece = Piece.from_message(message)
+            piece = WritePiece.from_message(message)
             wholes.setdefault(piece.name, piece)
-            chunk = Chunk(layout.tensor_file(rank), name, piece.dtype, piece.offsets, piece.sizes, Span(**span))
+            chunk = Chunk(
+                layout.tensor_file(rank), name, piece.dtype, piece.offsets, piece.sizes, TensorByteSpan(**span)
+            )
             chunks.setdefault(piece.name, []).append(chunk)
-    return {name: Entry(wholes[name].dtype, wholes[name].shape, tuple(chunks[name])) for name in sorted(wholes)}
+    return {name: TensorEntry(wholes[name].dtype, wholes[name].shape, tuple(chunks[name])) for name in sorted(wholes)}

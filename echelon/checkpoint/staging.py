@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.checkpoint.write_plan import Piece
+from echelon.checkpoint.write_plan import WritePiece
 
 
-class Staging:
+class StagingBuffers:
     """Buffers that are kept from save to save: allocating pinned memory costs more than filling it."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Piece, torch.Tensor] = {}
+        self._buffers: dict[WritePiece, torch.Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, held: Sequence[tuple[Piece, torch.Tensor]]) -> list[tuple[Piece, torch.Tensor]]:
+    def copy(self, held: Sequence[tuple[WritePiece, torch.Tensor]]) -> list[tuple[WritePiece, torch.Tensor]]:
         """The same pieces, with their values as of now in buffers of our own."""
         self._buffers = {piece: self._buffer(piece, tensor) for piece, tensor in held}
         for piece, tensor in held:
@@ -25,7 +25,7 @@ class Staging:
             torch.cuda.current_stream(device).synchronize()
         return list(self._buffers.items())
 
-    def _buffer(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, piece: WritePiece, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._buffers.get(piece)
         if kept is not None and kept.is_pinned() == tensor.is_cuda:
             return kept

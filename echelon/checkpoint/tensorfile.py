@@ -27,7 +27,7 @@ _BLOCK = 64 << 20  # checksummed and written while still in reach of the cache h
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """A tensor to be written: its name, safetensors dtype, shape and size in this file."""
 
     name: str
@@ -46,7 +46,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorByteSpan:
     """Where a tensor's bytes lie in a file, and their checksum."""
 
     start: int
@@ -63,8 +63,8 @@ def in_hex(value: int) -> str:
 
 
 def write(
-    path: Path, slots: Sequence[Slot], contents: Iterable[memoryview], note: dict[str, str] | None = None
-) -> tuple[FileRecord, list[Span]]:
+    path: Path, slots: Sequence[TensorSlot], contents: Iterable[memoryview], note: dict[str, str] | None = None
+) -> tuple[FileRecord, list[TensorByteSpan]]:
     """Write ``contents``, one for each slot and in their order, and do not return before they are on the disk."""
     header = _header(slots, note)
     spans, start = [], len(header)
@@ -72,7 +72,7 @@ def write(
         file.write(header)
         for slot, content in zip(slots, contents, strict=True):
             assert content.nbytes == slot.nbytes, slot.name
-            spans.append(Span(start, slot.nbytes, in_hex(_write_blocks(file, content))))
+            spans.append(TensorByteSpan(start, slot.nbytes, in_hex(_write_blocks(file, content))))
             start += slot.nbytes
         _flush(file)
     return FileRecord(start, len(header), in_hex(checksum(header))), spans
@@ -86,7 +86,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_tensor_file(path: Path) -> Iterator[BinaryIO]:
     """The file, with what the operating system refuses in one line."""
     try:
         with path.open("rb") as file:
@@ -105,7 +105,7 @@ def check_whole(path: Path, file: BinaryIO, record: FileRecord) -> None:
         raise Damaged(f"{path} is damaged: its header does not match its checksum; {_use_another(path)}")
 
 
-def read(file: BinaryIO, path: Path, name: str, span: Span) -> numpy.typing.NDArray[numpy.uint8]:
+def read(file: BinaryIO, path: Path, name: str, span: TensorByteSpan) -> numpy.typing.NDArray[numpy.uint8]:
     """The bytes of ``span``, verified."""
     content = numpy.empty(span.nbytes, dtype=numpy.uint8)
     file.seek(span.start)
@@ -129,7 +129,7 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _header(slots: Sequence[Slot], note: dict[str, str] | None) -> bytes:
+def _header(slots: Sequence[TensorSlot], note: dict[str, str] | None) -> bytes:
     fields: dict[str, object] = {"__metadata__": note} if note else {}
     begin = 0
     for slot in slots:

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.state_strides import follow_weights
-from echelon.distributed.local_state import Holdings
+from echelon.distributed.local_state import LocalState
 from echelon.distributed.tensor_layout import Layout, Part
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-def model_tensors(holdings: Holdings) -> dict[str, Tensor | Part]:
+def model_tensors(holdings: LocalState) -> dict[str, Tensor | Part]:
     """What this rank holds of parameters and persistent buffers."""
     return {f"model.{name}": value for name, value in holdings.tensors().items()}
 
@@ -49,7 +49,7 @@ def model_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def optimizer_state(holdings: Holdings, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+def optimizer_state(holdings: LocalState, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
     """The optimizers' tensors by name, and their settings and other values as facts."""
     names = holdings.names
     tensors: dict[str, Tensor | Part] = {}
@@ -67,7 +67,7 @@ def optimizer_state(holdings: Holdings, optimizers: Optimizers) -> tuple[dict[st
     return tensors, facts
 
 
-def optimizer_groups(holdings: Holdings, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def optimizer_groups(holdings: LocalState, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings of an optimizer, group by group."""
     return [
         {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
@@ -80,7 +80,7 @@ Read = Callable[[str, Layout | None], Tensor]
 
 
 def restore_optimizers(
-    optimizers: Optimizers, holdings: Holdings, facts: Mapping[str, Any], stored: Iterable[str], read: Read
+    optimizers: Optimizers, holdings: LocalState, facts: Mapping[str, Any], stored: Iterable[str], read: Read
 ) -> None:
     """Give the optimizers back their state. ``stored`` names the tensors ``optimizer.*``; only what is held is read."""
     if set(optimizers) != set(facts):
@@ -105,7 +105,7 @@ def restore_optimizers(
 def _load(
     key: str,
     optimizer: torch.optim.Optimizer,
-    holdings: Holdings,
+    holdings: LocalState,
     groups: list[dict[str, Any]],
     by_name: Mapping[str, dict[str, Any]],
 ) -> None:

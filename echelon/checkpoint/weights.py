@@ -11,7 +11,7 @@ from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import find, sync_directory
 from echelon.checkpoint.os_errors import cannot_write
 from echelon.checkpoint.reader import Stored
-from echelon.checkpoint.tensorfile import Slot
+from echelon.checkpoint.tensorfile import TensorSlot
 
 
 def export(
@@ -60,9 +60,9 @@ def _write(out: Path, stored: Stored, sources: Mapping[str, str]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _slot(stored: Stored, name: str, source: str) -> Slot:
+def _slot(stored: Stored, name: str, source: str) -> TensorSlot:
     dtype, shape = stored.dtype(source), stored.shape(source)
-    return Slot(name, *dtypes.exported_as(dtype, shape), dtypes.nbytes(dtype, shape))
+    return TensorSlot(name, *dtypes.exported_as(dtype, shape), dtypes.nbytes(dtype, shape))
 
 
 def _some(names: list[str]) -> str:

@@ -19,7 +19,7 @@ from echelon.distributed.tensor_layout import Part
 
 
 @dataclass(frozen=True)
-class Piece:
+class WritePiece:
     """A box of one tensor: the whole of it, or the shard that one rank holds."""
 
     name: str
@@ -36,18 +36,18 @@ class Piece:
         return [self.name, dtypes.name_of(self.dtype), self.shape, self.offsets, self.sizes]
 
     @staticmethod
-    def from_message(message: Sequence[Any]) -> Piece:
+    def from_message(message: Sequence[Any]) -> WritePiece:
         name, dtype, *boxes = message
         shape, offsets, sizes = (tuple(int(number) for number in box) for box in boxes)
         known = dtypes.dtype_named(dtype)
         assert known is not None
-        return Piece(name, known, shape, offsets, sizes)
+        return WritePiece(name, known, shape, offsets, sizes)
 
 
-def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[Piece, torch.Tensor]]:
+def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[WritePiece, torch.Tensor]]:
     """The boxes this rank holds, each with its values where they lie now."""
     plain: dict[str, torch.Tensor] = {}
-    held: list[tuple[Piece, torch.Tensor]] = []
+    held: list[tuple[WritePiece, torch.Tensor]] = []
     for name, value in tensors.items():
         tensor = value.tensor if isinstance(value, Part) else value
         _refuse(name, tensor)
@@ -59,15 +59,15 @@ def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[Piece
     return held + [(p, data) for p, data in _planned(plain) if math.prod(p.sizes) or not math.prod(p.shape)]
 
 
-def _pieces_of(name: str, part: Part) -> list[tuple[Piece, torch.Tensor]]:
+def _pieces_of(name: str, part: Part) -> list[tuple[WritePiece, torch.Tensor]]:
     local, layout = part.tensor.detach(), part.layout
     return [
-        (Piece(name, local.dtype, layout.shape, box.offsets, box.sizes), box.of(local).contiguous())
+        (WritePiece(name, local.dtype, layout.shape, box.offsets, box.sizes), box.of(local).contiguous())
         for box in layout.boxes()
     ]
 
 
-def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[Piece, torch.Tensor]]:
+def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[WritePiece, torch.Tensor]]:
     planner = _planner()
     with torch.no_grad():
         planner.set_up_planner(tensors)
@@ -75,7 +75,7 @@ def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[Piece, torch.Tensor
         return [(_piece(item), planner.resolve_data(item)) for item in items]  # type: ignore[misc]
 
 
-def share_out(offers: Sequence[Sequence[Piece]]) -> list[list[int]]:
+def share_out(offers: Sequence[Sequence[WritePiece]]) -> list[list[int]]:
     """For every rank, the positions of the pieces that it is the one to write."""
     _refuse_contradictions(offers)
     plans = [SavePlan([_write_item(piece) for piece in pieces]) for pieces in offers]
@@ -98,9 +98,9 @@ def _refuse(name: str, tensor: object) -> None:
         raise CheckpointError(f"'{name}' is a partial sum on every rank; reduce it before saving")
 
 
-def _refuse_contradictions(offers: Sequence[Sequence[Piece]]) -> None:
+def _refuse_contradictions(offers: Sequence[Sequence[WritePiece]]) -> None:
     """The planner takes pieces of one name and place for copies of each other, whatever their size."""
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, Piece]] = {}
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, WritePiece]] = {}
     for rank, pieces in enumerate(offers):
         for piece in pieces:
             owner, known = first.setdefault(piece.key, (rank, piece))
@@ -111,7 +111,7 @@ def _refuse_contradictions(offers: Sequence[Sequence[Piece]]) -> None:
                 )
 
 
-def _words(piece: Piece) -> str:
+def _words(piece: WritePiece) -> str:
     whole = f"{dtypes.name_of(piece.dtype)} {list(piece.shape)}"
     return whole if piece.sizes == piece.shape else f"{list(piece.sizes)} of {whole}"
 
@@ -120,10 +120,10 @@ def _planner() -> DefaultSavePlanner:
     return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-def _piece(item: WriteItem) -> Piece:
+def _piece(item: WriteItem) -> WritePiece:
     data = item.tensor_data
     assert data is not None
-    return Piece(
+    return WritePiece(
         item.index.fqn,
         data.properties.dtype,
         tuple(data.size),
@@ -132,7 +132,7 @@ def _piece(item: WriteItem) -> Piece:
     )
 
 
-def _write_item(piece: Piece) -> WriteItem:
+def _write_item(piece: WritePiece) -> WriteItem:
     """Every piece is a shard to the planner: only for shards does it check that they fill the tensor."""
     offsets, sizes = torch.Size(piece.offsets), torch.Size(piece.sizes)
     return WriteItem(

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.checkpoint.write_plan import Piece, share_out
+from echelon.checkpoint.write_plan import WritePiece, share_out
 
 
-class Allotment:
+class WritePlanCache:
     """One rank's memory of the last plan that all ranks agreed on; on rank 0, of the whole plan."""
 
     def __init__(self) -> None:
-        self._mine: list[Piece] | None = None
+        self._mine: list[WritePiece] | None = None
         self._my_share: list[int] = []
-        self._offers: list[list[Piece]] = []
-        self._proposed: list[list[Piece]] = []
+        self._offers: list[list[WritePiece]] = []
+        self._proposed: list[list[WritePiece]] = []
 
-    def offer(self, pieces: Sequence[Piece]) -> list[Any] | None:
+    def offer(self, pieces: Sequence[WritePiece]) -> list[Any] | None:
         """What to tell rank 0 about this rank's pieces; ``None`` for the same as last time."""
         return None if pieces == self._mine else [piece.to_message() for piece in pieces]
 
@@ -30,12 +30,12 @@ class Allotment:
         if all(offer is None for offer in offers):
             return None
         self._proposed = [
-            self._offers[rank] if offer is None else [Piece.from_message(message) for message in offer]
+            self._offers[rank] if offer is None else [WritePiece.from_message(message) for message in offer]
             for rank, offer in enumerate(offers)
         ]
         return share_out(self._proposed)
 
-    def settle(self, pieces: Sequence[Piece], shares: list[list[int]] | None, rank: int) -> list[int]:
+    def settle(self, pieces: Sequence[WritePiece], shares: list[list[int]] | None, rank: int) -> list[int]:
         """This rank's share, once all ranks have agreed."""
         self._mine = list(pieces)
         if shares is not None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.os_errors import first_line
-from echelon.checkpoint.rank_agreement import Peers
-from echelon.checkpoint.save import Save
-from echelon.checkpoint.staging import Staging
-from echelon.checkpoint.write_plan_cache import Allotment
+from echelon.checkpoint.rank_agreement import SavePeers
+from echelon.checkpoint.save import CheckpointSave
+from echelon.checkpoint.staging import StagingBuffers
+from echelon.checkpoint.write_plan_cache import WritePlanCache
 from echelon.distributed.activity import waiting
 from echelon.distributed.tensor_layout import Part
 from echelon.distributed.world import DEFAULT_TIMEOUT
@@ -48,9 +48,9 @@ class Writer:
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._asynchronous = asynchronous
-        self._peers = Peers(rank, world_size, group, timeout)
-        self._allotment = Allotment()
-        self._staging = Staging()
+        self._peers = SavePeers(rank, world_size, group, timeout)
+        self._allotment = WritePlanCache()
+        self._staging = StagingBuffers()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self.saved: Callable[[Path], None] | None = None  #: told of every checkpoint that has become complete
@@ -70,7 +70,7 @@ class Writer:
         for the one before.
         """
         self.wait()
-        save = Save(self._peers, self._allotment, self._directory, step, self._keep)
+        save = CheckpointSave(self._peers, self._allotment, self._directory, step, self._keep)
         save.share(tensors, facts)
         if wait if wait is not None else not self._asynchronous:
             save.write()
@@ -96,11 +96,11 @@ class Writer:
         self.wait()
         self._peers.close()
 
-    def _tell(self, save: Save) -> None:
+    def _tell(self, save: CheckpointSave) -> None:
         if self.saved is not None:
             self.saved(save.final)
 
-    def _write(self, save: Save) -> None:
+    def _write(self, save: CheckpointSave) -> None:
         try:
             save.write()
             self._tell(save)

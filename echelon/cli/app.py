@@ -17,7 +17,7 @@ from echelon.cli.report_commands import report, timeline, watch
 from echelon.cli.run_command import run
 from echelon.cli.server_commands import serve
 from echelon.cli.submit_commands import submit
-from echelon.cli.version import show_version, version
+from echelon.cli.version_command import show_version, version
 
 app = typer.Typer(
     cls=EchelonGroup,

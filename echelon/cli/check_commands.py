@@ -20,9 +20,9 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure no speeds.")] = False,
 ) -> None:
     """Examine every host, every rank and what lies between them; takes the options of 'echelon run' (--procs ...)."""
-    from echelon.cli.commands.doctor import doctor_words
+    from echelon.cli.commands.doctor import run_doctor
 
-    raise typer.Exit(doctor_words(context.args, checkpoint, save, quick))
+    raise typer.Exit(run_doctor(context.args, checkpoint, save, quick))
 
 
 def verify(
@@ -45,14 +45,14 @@ def verify(
     """Train a script for some steps on several processes and in one, and say where their numbers part."""
     from echelon.launcher.job import check_gpus
     from echelon.launcher.rendezvous.host_options import at_least
-    from echelon.tools.verify.verify_options import Asked, check_asked
+    from echelon.tools.verify.verify_options import VerifyOptions, check_asked
 
-    asked = Asked(script, tuple(args or []), module, steps, tolerance, ())
+    asked = VerifyOptions(script, tuple(args or []), module, steps, tolerance, ())
     check_asked(asked)
     if procs is not None:
         at_least(1, "--procs", procs)
     if gpus is not None:
         check_gpus(gpus)
-    from echelon.cli.commands.verify import launcher_words, verify_words
+    from echelon.cli.commands.verify import launcher_words, run_verify
 
-    raise typer.Exit(verify_words(replace(asked, words=tuple(launcher_words(procs, gpus, planned))), as_json))
+    raise typer.Exit(run_verify(replace(asked, words=tuple(launcher_words(procs, gpus, planned))), as_json))

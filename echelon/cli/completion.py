@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from echelon.base.errors import UsageError, nearest
+from echelon.cli.option_spelling import dashed
 from echelon.cli.parsing import option_names, valued_options
-from echelon.cli.spelling import dashed
 
 #: Set by the shell's function: print what the last of the words may become, and do nothing else.
 COMPLETE = "_ECHELON_COMPLETE"

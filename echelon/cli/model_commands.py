@@ -14,9 +14,9 @@ def train(
     words: Annotated[list[str] | None, typer.Argument(metavar="--NAME VALUE ...")] = None,
 ) -> None:
     """Train a model of the zoo: echelon train --model_name lenet --dataset_name digits --procs 2."""
-    from echelon.cli.commands.train import train_words
+    from echelon.cli.commands.train import run_train
 
-    raise typer.Exit(train_words(words or []))
+    raise typer.Exit(run_train(words or []))
 
 
 zoo = typer.Typer(cls=EchelonGroup, help="The models and data sets that 'echelon train' knows.", no_args_is_help=True)
@@ -25,9 +25,9 @@ zoo = typer.Typer(cls=EchelonGroup, help="The models and data sets that 'echelon
 @zoo.command("list", cls=EchelonCommand)
 def zoo_list(*, as_json: AsJson = False) -> None:
     """All models and data sets, in a line each."""
-    from echelon.zoo.zoo_tables import listed
+    from echelon.zoo.zoo_tables import list_zoo
 
-    print(listed(as_json))
+    print(list_zoo(as_json))
 
 
 @zoo.command("show", cls=EchelonCommand)
@@ -40,9 +40,9 @@ def zoo_show(
     from echelon.zoo.registry import require_name
 
     require_name(name)
-    from echelon.zoo.zoo_tables import shown
+    from echelon.zoo.zoo_tables import show_zoo_entry
 
-    print(shown(name, as_json))
+    print(show_zoo_entry(name, as_json))
 
 
 @zoo.command("copy", cls=EchelonCommand)
@@ -54,6 +54,6 @@ def zoo_copy(
     from echelon.zoo.registry import require_name
 
     require_name(name)
-    from echelon.zoo.copy import copy_model
+    from echelon.zoo.copy_script import copy_model
 
     print(f"echelon: {copy_model(name, out)}")

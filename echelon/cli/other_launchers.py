@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from echelon.cli.spelling import dashed
+from echelon.cli.option_spelling import dashed
 
 #: Where torchrun's ranks meet when no port is named.
 PORT = "29500"

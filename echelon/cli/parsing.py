@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from echelon.cli.spelling import respell
+from echelon.cli.option_spelling import respell
 from echelon.cli.timeline_option import with_steps
 
 #: Where a context keeps the words that its command was given: errors show them.

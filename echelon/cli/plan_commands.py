@@ -31,9 +31,9 @@ def explain(
     """Say what a strategy will do to a step, in which order, and what it costs."""
     _check_procs(procs)
     _check_procs(procs_per_host, "--procs-per-host")
-    from echelon.cli.commands.explain import explain_words
+    from echelon.cli.commands.explain import run_explain
 
-    print(explain_words(settings or [], model, procs, procs_per_host))
+    print(run_explain(settings or [], model, procs, procs_per_host))
 
 
 def plan(
@@ -85,16 +85,16 @@ def plan(
 
         compare_files(compare, [name for name, value in beside.items() if value], as_json)
         return
-    from echelon.tools.plan_report.plan_arguments import check_words, read_words
+    from echelon.tools.plan_report.plan_arguments import check_plan_options, parse_plan_options
 
     if model is not None:
         require_model(model)
     given = {"cluster": cluster, "batch": batch, "memory": memory, "allow": allow, "optimizer": optimizer}
-    asked = read_words(model, args or [], explain, given | {"bench": bench, "input": inputs, "keep": keep})
-    check_words(asked, html, save)
-    from echelon.cli.commands.plan import plan_asked
+    asked = parse_plan_options(model, args or [], explain, given | {"bench": bench, "input": inputs, "keep": keep})
+    check_plan_options(asked, html, save)
+    from echelon.cli.commands.plan import run_plan
 
-    plan_asked(asked, explain=explain, html=html, as_json=as_json, save=save)
+    run_plan(asked, explain=explain, html=html, as_json=as_json, save=save)
 
 
 def memory(
@@ -173,12 +173,12 @@ def memory(
         from echelon.planner.profiling.named_optimizers import check_name
 
         check_name(optimizer)
-    from echelon.cli.commands.memory import memory_words
+    from echelon.cli.commands.memory import run_memory
 
     given = {"procs": procs, "batch": batch, "device": device, "optimizer": optimizer, "input": inputs}
     given |= {"amp": amp, "recompute": recompute, "shard": shard, "merge": merge, "lean": lean, "plan": planned}
     given |= {"stages": stages, "split": split, "micro_batches": micro_batches, "schedule": schedule}
-    memory_words(model, args or [], as_json=as_json, save=save, **given)
+    run_memory(model, args or [], as_json=as_json, save=save, **given)
 
 
 def bench(

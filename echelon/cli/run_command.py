@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from echelon.cli import run_options as of
-from echelon.cli.after_script import say_strayed
 from echelon.cli.options import Args, Module
+from echelon.cli.stray_options import say_strayed
 
 if TYPE_CHECKING:
     from echelon.launcher.job import Job
@@ -55,9 +55,9 @@ def run(
 ) -> None:
     """Run a script on one process per GPU, on one host or several, with parameter servers or without."""
     say_strayed(context)
-    from echelon.launcher.schedulers.detect_scheduler import started_elsewhere
+    from echelon.launcher.schedulers.detect_scheduler import dispatch_to_scheduler
 
-    if (code := started_elsewhere(context)) is not None:
+    if (code := dispatch_to_scheduler(context)) is not None:
         raise typer.Exit(code)
     job = checked_job(**context.params)
     from echelon.launcher.launch_job import launch  # torch: imported when nothing is left to refuse
@@ -69,9 +69,9 @@ def checked_job(script: str, args: list[str] | None, planned: str | None, **opti
     """What ``run`` was asked for, checked before anything is done about it."""
     from echelon.launcher.job import check
     from echelon.launcher.ps_roles import check_roles
-    from echelon.launcher.schedulers.detect_scheduler import completed
+    from echelon.launcher.schedulers.detect_scheduler import add_scheduler_options
 
-    options = completed(options)
+    options = add_scheduler_options(options)
     of_roles = ("servers", "workers", "pservers", "trainers", "trainer_id_from", "state")
     roles = check_roles(**{name: options.pop(name) for name in of_roles})
     return check(script, args or [], roles=roles, plan=planned, **options)

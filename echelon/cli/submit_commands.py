@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from echelon.base.errors import UsageError
-from echelon.cli.after_script import refuse_strayed
 from echelon.cli.options import Args, Module
 from echelon.cli.parsing import EchelonCommand, EchelonGroup
+from echelon.cli.stray_options import refuse_strayed
 
 submit = typer.Typer(cls=EchelonGroup, help="Hand a job to a cluster: Slurm or Kubernetes.", no_args_is_help=True)
 _SCRIPT_IS_LAST = {"allow_interspersed_args": False}
@@ -46,7 +46,7 @@ def slurm(
     refuse_strayed(context)
     from echelon.launcher.schedulers import slurm as scheduler
 
-    asked = scheduler.Submission(
+    asked = scheduler.SlurmSubmission(
         program=_program(script, args),
         nodes=nodes,
         gpus=gpus,
@@ -105,7 +105,7 @@ def k8s(
     from echelon.launcher.schedulers import kubernetes
 
     fewest, most = _pods(nnodes)
-    asked = kubernetes.Submission(
+    asked = kubernetes.KubernetesSubmission(
         program=_program(script, args),
         image=image,
         hosts=most,

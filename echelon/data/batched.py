@@ -6,14 +6,14 @@ import inspect
 from typing import Any, Protocol, runtime_checkable
 
 from echelon.data.loader_options import LoaderOptions
-from echelon.data.mapped import MapSource, Pick
+from echelon.data.map_source import MapSource, StepIndices
 from echelon.data.order import Indices
 from echelon.data.repeated import Repeated
-from echelon.data.seeding import Seeds, Use, chain_each, mix
+from echelon.data.seeding import SeedPurpose, Seeds, chain_each, mix
 
 
 @runtime_checkable
-class Batched(Protocol):
+class BatchedDataset(Protocol):
     """Also indexed sample by sample, for those who want it so."""
 
     def __len__(self) -> int: ...
@@ -31,11 +31,11 @@ class BatchedSource(MapSource):
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         super().__init__(dataset, len(dataset), options)
         self._repeated = dataset if isinstance(dataset, Repeated) else None
-        self._batched: Batched = _inner(dataset)
+        self._batched: BatchedDataset = _inner(dataset)
         self._calm = True
 
-    def _gather(self, request: Pick) -> Any:
-        seed = mix(self._options.seed, Use.SAMPLE, request.epoch)
+    def _gather(self, request: StepIndices) -> Any:
+        seed = mix(self._options.seed, SeedPurpose.SAMPLE, request.epoch)
         rows = request.indices if self._repeated is None else self._repeated.rows(request.indices)
         return self._batched.batch(rows, chain_each(seed, request.positions))
 
@@ -49,7 +49,7 @@ def makes_batches(dataset: Any, options: LoaderOptions) -> bool:
 def is_batched(dataset: Any) -> bool:
     """Return True if it has ``batch(indices, seeds)``. Hugging Face's ``Dataset.batch`` takes a batch size: a method is
     told by the number of arguments that it must be given."""
-    if not isinstance(dataset, Batched):
+    if not isinstance(dataset, BatchedDataset):
         return False
     try:
         parameters = inspect.signature(dataset.batch).parameters.values()

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import DataError
 from echelon.data.cursor import Cursor
-from echelon.data.data_source import Piece, too_few
+from echelon.data.data_source import RankBatch, too_few
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import Indices, block
-from echelon.data.seeding import Use, numpy_stream
+from echelon.data.seeding import SeedPurpose, numpy_stream
 
 #: blocks whose rows are mixed with each other when the data is shuffled
 MIXED = 4
 
 
-class Block(NamedTuple):
+class ColumnBlock(NamedTuple):
     """The rows of one block as columns of equal length."""
 
     columns: list[torch.Tensor]
@@ -42,7 +42,7 @@ class BlockReader(Protocol):
     def fetch(self, number: int) -> Any:
         """A block as it lies in the file. Called by one thread, in the order of the pass."""
 
-    def columns(self, fetched: Any) -> Block:
+    def columns(self, fetched: Any) -> ColumnBlock:
         """What ``fetch`` gave, as columns. Called by any thread."""
 
 
@@ -57,7 +57,7 @@ class BlockData(Protocol):
     def reader(self) -> BlockReader: ...
 
 
-class Part(NamedTuple):
+class BlockSlice(NamedTuple):
     """Rows ``start`` to ``stop`` of a block."""
 
     number: int
@@ -72,7 +72,7 @@ def is_blocked(dataset: Any) -> bool:
 class Window:
     """The rows of a few blocks in the order in which they are given out."""
 
-    def __init__(self, blocks: list[Block], order: Indices | None) -> None:
+    def __init__(self, blocks: list[ColumnBlock], order: Indices | None) -> None:
         self._columns = [
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*(b.columns for b in blocks), strict=True)
         ]
@@ -103,10 +103,10 @@ class Window:
         return [column.index_select(0, at) for column in self._columns]
 
 
-class Section:
+class RankEpochRows:
     """One rank's rows of one epoch: parts of blocks in order, a few of them at a time forming a window."""
 
-    def __init__(self, parts: list[Part], mixed: int) -> None:
+    def __init__(self, parts: list[BlockSlice], mixed: int) -> None:
         self.windows = [parts[at : at + mixed] for at in range(0, len(parts), mixed)]
         sizes = [sum(part.stop - part.start for part in window) for window in self.windows]
         self.starts = list(itertools.accumulate(sizes, initial=0))
@@ -129,7 +129,7 @@ class BlockSource:
         if problem := too_few(self._rows, options.uneven, options.world_size, options.global_batch):
             raise DataError(problem)
 
-    def requests(self, cursor: Cursor) -> Iterator[Piece]:
+    def requests(self, cursor: Cursor) -> Iterator[RankBatch]:
         """The pieces themselves. Left early, the generator is closed, and its threads end."""
         left = self._rows - cursor.samples
         if left <= 0:
@@ -156,38 +156,40 @@ class BlockSource:
         finally:
             windows.close()
 
-    def fetch(self, request: Piece) -> Piece:
+    def fetch(self, request: RankBatch) -> RankBatch:
         return request
 
-    def _piece(self, parts: list[list[torch.Tensor]], own: int, taken: int, window: Window, epoch: int) -> Piece:
+    def _piece(self, parts: list[list[torch.Tensor]], own: int, taken: int, window: Window, epoch: int) -> RankBatch:
         options = self._options
         most = -(-taken // options.world_size)  # rows of the fullest rank
         if own < most and options.uneven == "pad":
-            parts.append(window.again(most - own, options.seed, Use.PAD, epoch, options.rank))
+            parts.append(window.again(most - own, options.seed, SeedPurpose.PAD, epoch, options.rank))
         batch = [torch.cat(column) if len(column) > 1 else column[0] for column in zip(*parts, strict=True)]
         if batch and len(batch[0]):
-            return Piece(batch, len(batch[0]), taken)
+            return RankBatch(batch, len(batch[0]), taken)
         if own == options.batch_size:
             raise DataError(f"{own} rows in a row, a whole batch, cannot be read; mend the data")
         # nothing left here: a stand-in that counts for nothing
-        stand_in = window.again(min(window.rows, options.batch_size), options.seed, Use.PAD, epoch, options.rank)
-        return Piece(stand_in, 0, taken)
+        stand_in = window.again(
+            min(window.rows, options.batch_size), options.seed, SeedPurpose.PAD, epoch, options.rank
+        )
+        return RankBatch(stand_in, 0, taken)
 
-    def _section(self, epoch: int) -> Section:
+    def _section(self, epoch: int) -> RankEpochRows:
         sizes, runs = self._dataset.block_rows, list(self._dataset.runs)
         if self._options.shuffle:
-            order = numpy_stream(self._options.seed, Use.FILES, epoch).permutation(len(runs))
+            order = numpy_stream(self._options.seed, SeedPurpose.FILES, epoch).permutation(len(runs))
             runs = [runs[at] for at in order]
         own = block(self._rows, self._options.rank, self._options.world_size)
         parts, behind = [], 0
         for number in itertools.chain.from_iterable(runs):
             first, last = max(own.start - behind, 0), min(own.stop - behind, sizes[number])
             if first < last:
-                parts.append(Part(number, first, last))
+                parts.append(BlockSlice(number, first, last))
             behind += sizes[number]
-        return Section(parts, MIXED if self._options.shuffle else 1)
+        return RankEpochRows(parts, MIXED if self._options.shuffle else 1)
 
-    def _windows(self, section: Section, epoch: int, first: int) -> Generator[tuple[int, Window]]:
+    def _windows(self, section: RankEpochRows, epoch: int, first: int) -> Generator[tuple[int, Window]]:
         """The windows from ``first`` on, each with the place of its first row."""
         reader, options = self._dataset.reader(), self._options
         parts = [part for window in section.windows[first:] for part in window]
@@ -198,19 +200,23 @@ class BlockSource:
                 rows = section.starts[number + 1] - section.starts[number]
                 order = None
                 if options.shuffle:
-                    order = numpy_stream(options.seed, Use.BUFFER, epoch, options.rank, number).permutation(rows)
+                    order = numpy_stream(options.seed, SeedPurpose.BUFFER, epoch, options.rank, number).permutation(
+                        rows
+                    )
                 window = list(itertools.islice(blocks, len(section.windows[number])))
                 yield section.starts[number], Window(window, order)
         finally:
             blocks.close()
 
 
-def _read_ahead(reader: BlockReader, parts: Sequence[Part], *, threads: int, depth: int) -> Generator[Block]:
+def _read_ahead(
+    reader: BlockReader, parts: Sequence[BlockSlice], *, threads: int, depth: int
+) -> Generator[ColumnBlock]:
     """The blocks' parts in order, up to ``depth`` of them under way or waiting."""
     fetching = ThreadPoolExecutor(1, "echelon-fetch")
     making = ThreadPoolExecutor(threads, "echelon-columns")
 
-    def begin(part: Part) -> Future[Block]:
+    def begin(part: BlockSlice) -> Future[ColumnBlock]:
         fetched = fetching.submit(reader.fetch, part.number)
         return making.submit(lambda: _cut(reader.columns(fetched.result()), part))
 
@@ -226,9 +232,9 @@ def _read_ahead(reader: BlockReader, parts: Sequence[Part], *, threads: int, dep
         making.shutdown(wait=True, cancel_futures=True)
 
 
-def _cut(made: Block, part: Part) -> Block:
+def _cut(made: ColumnBlock, part: BlockSlice) -> ColumnBlock:
     whole = None if made.whole is None else made.whole[part.start : part.stop]
-    return Block([column[part.start : part.stop] for column in made.columns], whole)
+    return ColumnBlock([column[part.start : part.stop] for column in made.columns], whole)
 
 
 def _refuse_what_needs_samples(options: LoaderOptions) -> None:

@@ -10,14 +10,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from echelon.data.seeding import Use, chain, mix, seed_all
+from echelon.data.seeding import SeedPurpose, chain, mix, seed_all
 
 
-class KeptItems:
+class CachedItems:
     """A map-style data set that reads every sample once."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, mix(seed, Use.KEPT)
+        self._dataset, self._seed = dataset, mix(seed, SeedPurpose.KEPT)
         self._kept: dict[int, Any] = {}
 
     def __getitem__(self, index: int) -> Any:
@@ -27,7 +27,7 @@ class KeptItems:
         return self._kept[index]
 
 
-class KeptStream:
+class CachedStream:
     """A stream that is read to its end once, and from memory after that."""
 
     def __init__(self, begin: Callable[[], Iterable[Any]]) -> None:
@@ -45,11 +45,11 @@ class KeptStream:
         self._kept = read
 
 
-class KeptFiles:
+class CachedFiles:
     """A ``read`` function for ``FileList`` that reads every file once."""
 
     def __init__(self, read: Callable[[str], Iterable[Any]], seed: int) -> None:
-        self._read, self._seed = read, mix(seed, Use.KEPT)
+        self._read, self._seed = read, mix(seed, SeedPurpose.KEPT)
         self._kept: dict[str, list[Any]] = {}
 
     def __call__(self, path: str) -> list[Any]:

@@ -15,7 +15,7 @@ from echelon.data.padding import pad_collate
 from echelon.data.seeding import seed_all
 
 
-class Collate:
+class BatchCollator:
     """The user's own collate function, seeded; or one of ours or torch's, with errors that name the sample."""
 
     #: told of the samples of a batch before they are put together, where that is more than to stack them
@@ -26,8 +26,8 @@ class Collate:
         self._into_batch = options.collate or _ours(options, dataset)
 
     def __call__(self, samples: list[Any], names: Sequence[int], seed: int) -> Any:
-        if Collate.overheard is not None and self._into_batch is not default_collate:
-            Collate.overheard(samples)
+        if BatchCollator.overheard is not None and self._into_batch is not default_collate:
+            BatchCollator.overheard(samples)
         if not self.is_ours:
             seed_all(seed)  # masking words at random belongs here, and must come out the same after a resume
             return self._into_batch(samples)

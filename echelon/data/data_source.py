@@ -15,7 +15,7 @@ from echelon.base.errors import DataError
 from echelon.data.cursor import Cursor
 
 
-class Piece(NamedTuple):
+class RankBatch(NamedTuple):
     """One rank's part of one step. A tuple, so that torch's pinning thread walks into it."""
 
     batch: Any
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     mark: int | None = None
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """One data set, as one rank reads it."""
 
     #: samples in the whole data set; None where only reading tells
@@ -42,10 +42,10 @@ class Source(Protocol):
         """What to fetch, from ``cursor`` to the end of its epoch (without end where the end is unknown)."""
 
     def fetch(self, request: Any) -> Any:
-        """The ``Piece`` for one request; None after the end."""
+        """The ``RankBatch`` for one request; None after the end."""
 
 
-class UnknownLength(DataError, TypeError):
+class UnknownLengthError(DataError, TypeError):
     """Nobody knows how long it is. A TypeError too, since ``list(loader)`` asks and forgives only that."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from echelon.base.errors import DataError
-from echelon.data.seeding import Use, numpy_stream
+from echelon.data.seeding import SeedPurpose, numpy_stream
 
 
 class FileList:
@@ -33,7 +33,7 @@ class FileList:
 
     def arranged(self, seed: int, epoch: int) -> FileList:
         """The same files in the shuffled order of ``epoch``."""
-        order = numpy_stream(seed, Use.FILES, epoch).permutation(len(self.paths))
+        order = numpy_stream(seed, SeedPurpose.FILES, epoch).permutation(len(self.paths))
         return FileList([self.paths[at] for at in order], self.read)
 
     def shard(self, index: int, count: int) -> Iterator[Any]:

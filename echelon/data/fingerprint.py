@@ -10,14 +10,14 @@ from torch.utils.data import Subset
 
 from echelon.data.checksums import columns_checksum
 from echelon.data.hugging_face import checksum
-from echelon.data.mapped import columns_of
+from echelon.data.map_source import columns_of
 from echelon.data.repeated import Repeated
 
 #: Entries of a list of indices that are looked at.
 INDICES = 1_000_000
 
 
-class Likeness(NamedTuple):
+class DatasetFingerprint(NamedTuple):
     """``contents``: a checksum of some of them; None where to read them is not for us, who would run somebody's code
     ``order``:    a checksum of the first indices that a sampler has drawn; None without one
     ``read``:     a checksum of the first samples that were read of a stream; None where it is none
@@ -29,11 +29,11 @@ class Likeness(NamedTuple):
     read: int | None = None
 
 
-def likeness(dataset: Any, size: int) -> Likeness:
+def dataset_fingerprint(dataset: Any, size: int) -> DatasetFingerprint:
     try:
-        return Likeness(size, _contents(dataset))
+        return DatasetFingerprint(size, _contents(dataset))
     except Exception:  # tensors and indices of a kind that cannot be read like this: training may do well with them
-        return Likeness(size, None)
+        return DatasetFingerprint(size, None)
 
 
 def _contents(dataset: Any) -> int | None:

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from echelon.base.errors import DataError, UsageError, nearest
+from echelon.data.batch_fetcher import BatchFetcher
 from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
-from echelon.data.collate import Collate
+from echelon.data.collate import BatchCollator
 from echelon.data.cursor import Cursor, from_state, to_state
-from echelon.data.data_source import Piece, Source, UnknownLength, is_stream, kind_name
-from echelon.data.fetching import Fetching
-from echelon.data.fingerprint import Likeness, likeness
+from echelon.data.data_source import DataSource, RankBatch, UnknownLengthError, is_stream, kind_name
+from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
 from echelon.data.hugging_face import refuse_whole
 from echelon.data.loader_options import Lengths, LoaderOptions, Uneven
-from echelon.data.mapped import Columns, MapSource, TensorSource, columns_of
+from echelon.data.map_source import ColumnDataset, MapSource, TensorSource, columns_of
 from echelon.data.repeated import Repeated
-from echelon.data.sampling import Sampling, batches_of
-from echelon.data.sharded import Agreement, ShardSource, is_sharded
+from echelon.data.sampling import EpochSampler, batches_of
+from echelon.data.shard_source import Agreement, ShardSource, is_sharded
 from echelon.data.stream import StreamSource
 from echelon.data.torch_loader import CARED_FOR, RENAMED
 from echelon.data.transfer import on_device
@@ -123,7 +123,7 @@ class Loader:
         pin = device is not None and device.type == "cuda"
         in_processes = 0 if isinstance(self._source, BlockSource) else workers  # blocks are read by threads
         begin = {"worker_init": worker_init_fn, "dataset": dataset}
-        self._fetching = Fetching(self._source, workers=in_processes, prefetch=prefetch, pin=pin, **begin)
+        self._fetching = BatchFetcher(self._source, workers=in_processes, prefetch=prefetch, pin=pin, **begin)
         self._cursor = Cursor(cut=self.global_batch)
         self._continues = False
         self._iteration = 0
@@ -152,16 +152,16 @@ class Loader:
                 raise DataError("this loader was begun anew or moved inside a loop over it; use a loader for each loop")
         self._next_epoch()
 
-    def likeness(self) -> Likeness | None:
+    def likeness(self) -> DatasetFingerprint | None:
         """What tells the data set from another; None where it is not dealt out, or ranks read parts of their own."""
         size = self._source.size
         if self._options.world_size == 1 or reads_apart(self.dataset):
             return None
         if isinstance(self._source, StreamSource):
-            return Likeness(size or 0, None, read=self._mark)
+            return DatasetFingerprint(size or 0, None, read=self._mark)
         if size is None:
             return None
-        found = likeness(self.dataset, size)
+        found = dataset_fingerprint(self.dataset, size)
         return found if self._sampling is None else found._replace(order=self._sampling.mark)
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class Loader:
             sampling = self._sampling
             what = kind_name(self.dataset) if sampling is None else sampling.name
             whose = "the data set" if sampling is None else "the sampler"
-            raise UnknownLength(
+            raise UnknownLengthError(
                 f"the number of batches in {what} is not known before it is read; "
                 f"count steps yourself, or give {whose} a __len__"
             )
@@ -183,7 +183,7 @@ class Loader:
         return None if self._source.size is None else self._options.steps(self._source.size)
 
     @property
-    def _sampling(self) -> Sampling | None:
+    def _sampling(self) -> EpochSampler | None:
         return self._source.sampling if isinstance(self._source, MapSource) else None
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -241,9 +241,9 @@ class Loader:
         return self._samples / self._work * max(self.workers, 1)
 
     @property
-    def collate(self) -> Collate:
+    def collate(self) -> BatchCollator:
         """Return what puts samples into one batch as this loader does."""
-        return Collate(self._options, self.dataset)
+        return BatchCollator(self._options, self.dataset)
 
     def stop_workers(self) -> None:
         """Read in this process, so that it sees the samples of every batch (``echelon verify``)."""
@@ -291,14 +291,14 @@ class Loader:
         facts["bucket_window"] = options.bucket_window if options.lengths is not None else 0
         return facts
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[RankBatch]:
         # requests run ahead of the batches handed out, so they start from a copy of where we stand
         pieces = self._fetching.answers(self._source.requests(replace(self._cursor)))
         if self._agreement is not None:
             pieces = self._agreement.pieces(pieces, from_start=self._cursor.samples == 0)
         return on_device(pieces, self._device)
 
-    def _account(self, piece: Piece) -> None:
+    def _account(self, piece: RankBatch) -> None:
         self._cursor.advance(piece.taken)
         self._real += piece.real
         self._room += piece.room
@@ -313,7 +313,7 @@ class Loader:
         self._continues = False
 
 
-def _one_ahead(pieces: Iterator[Piece], show: Callable[[Any], None]) -> Iterator[Piece]:
+def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iterator[RankBatch]:
     """The same pieces; each is shown before the one that comes before it is handed out."""
     last = next(pieces, None)
     if last is None:
@@ -337,7 +337,7 @@ TORCHS = {
 }
 
 
-def _sampling(sampler: Any, batch_sampler: Any, seed: int) -> Sampling | None:
+def _sampling(sampler: Any, batch_sampler: Any, seed: int) -> EpochSampler | None:
     if sampler is not None and batch_sampler is not None:
         raise UsageError("batch_sampler= makes the global batches itself; leave sampler= out")
     given = sampler if batch_sampler is None else batch_sampler
@@ -345,10 +345,10 @@ def _sampling(sampler: Any, batch_sampler: Any, seed: int) -> Sampling | None:
         return None
     if not hasattr(given, "__iter__"):
         raise UsageError(f"{kind_name(given)} is no sampler; it needs an __iter__ that yields indices")
-    return Sampling(given, seed, in_batches=batch_sampler is not None)
+    return EpochSampler(given, seed, in_batches=batch_sampler is not None)
 
 
-def _draw_from(source: Source, sampling: Sampling, dataset: Any) -> None:
+def _draw_from(source: DataSource, sampling: EpochSampler, dataset: Any) -> None:
     if not isinstance(source, MapSource):
         raise DataError(
             f"{sampling.name} chooses samples by number, and {kind_name(dataset)} is read in its own order; leave the "
@@ -357,7 +357,7 @@ def _draw_from(source: Source, sampling: Sampling, dataset: Any) -> None:
     source.draw_from(sampling)
 
 
-def open_source(dataset: Any, options: LoaderOptions) -> Source:
+def open_source(dataset: Any, options: LoaderOptions) -> DataSource:
     """The way to read ``dataset``, from what it is."""
     if isinstance(dataset, DataLoader):
         raise UsageError(
@@ -379,7 +379,7 @@ def open_source(dataset: Any, options: LoaderOptions) -> Source:
     repeated = dataset if isinstance(dataset, Repeated) else None
     columns = columns_of(repeated.dataset if repeated else dataset)
     if columns:
-        return _open_columns(Columns(columns, repeated), options)
+        return _open_columns(ColumnDataset(columns, repeated), options)
     if is_blocked(dataset):
         return BlockSource(dataset, options)
     if makes_batches(dataset, options):
@@ -402,7 +402,7 @@ def reads_apart(dataset: Any) -> bool:
     return is_blocked(dataset) or (is_sharded(dataset) and not mapped and not columns_of(dataset))
 
 
-def _open_columns(columns: Columns, options: LoaderOptions) -> Source:
+def _open_columns(columns: ColumnDataset, options: LoaderOptions) -> DataSource:
     if options.collate is None and options.lengths is None and not options.pack:
         return TensorSource(columns, options)
     return MapSource(columns, len(columns), options)

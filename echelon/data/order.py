@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import DataError
-from echelon.data.seeding import Use, numpy_stream
+from echelon.data.seeding import SeedPurpose, numpy_stream
 
 Indices = NDArray[np.int64]
 
@@ -17,7 +17,7 @@ def permutation(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
     """The order of an epoch, from ``seed`` and ``epoch`` alone."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)
-    return numpy_stream(seed, Use.ORDER, epoch).permutation(size).astype(np.int64, copy=False)
+    return numpy_stream(seed, SeedPurpose.ORDER, epoch).permutation(size).astype(np.int64, copy=False)
 
 
 def per_replica(global_batch: int, replicas: int) -> int:
@@ -55,7 +55,7 @@ def stride(count: int, rank: int, world_size: int) -> slice:
     return slice(rank, count, world_size)
 
 
-def arranged(lengths: Indices, cut: int, shuffler: np.random.RandomState | None) -> Indices:
+def bucketed_places(lengths: Indices, cut: int, shuffler: np.random.RandomState | None) -> Indices:
     """Places of one window in bucketed order: sorted by length, cut into batches, the batches shuffled.
 
     What does not fill a batch stays behind, last and unmixed: sorted in with the rest, it would always be the
@@ -110,5 +110,5 @@ class BucketedOrder(EpochOrder):
 
     def _arrange(self, window: int) -> None:
         inside = self._indices[window * self._span : (window + 1) * self._span]
-        inside[:] = inside[arranged(self._measure(inside), self._cut, self._shuffler(window))]
+        inside[:] = inside[bucketed_places(self._measure(inside), self._cut, self._shuffler(window))]
         self._arranged.add(window)

@@ -20,7 +20,15 @@ import torch
 
 from echelon.base.errors import DataError
 from echelon.data.order import EpochOrder, Indices
-from echelon.data.seeding import GlobalState, Use, apart, global_state, mix, restore_global_state, seed_all
+from echelon.data.seeding import (
+    GlobalRngState,
+    SeedPurpose,
+    global_state,
+    mix,
+    preserve_global_rng,
+    restore_global_state,
+    seed_all,
+)
 
 #: indices read from a sampler at once: swapping the states of generators takes 0.2 ms
 CHUNK = 1024
@@ -28,7 +36,7 @@ CHUNK = 1024
 REPLAYED = 2**28
 
 
-class Sampling:
+class EpochSampler:
     """A sampler or batch sampler as the source of every epoch's order.
 
     in_batches: the sampler yields lists of indices, each of which is a global batch
@@ -44,12 +52,12 @@ class Sampling:
 
     @property
     def name(self) -> str:
-        shown = self.sampler.sampler if isinstance(self.sampler, SeededFirst) else self.sampler
+        shown = self.sampler.sampler if isinstance(self.sampler, SeedDrawingSampler) else self.sampler
         return type(shown).__name__
 
     def order(self, epoch: int, global_batch: int) -> EpochOrder:
         """Return the order of an epoch; only the latest one can be read."""
-        drawing = Drawing(self, epoch, self._states_before(epoch))
+        drawing = SamplerPass(self, epoch, self._states_before(epoch))
         return BatchedOrder(drawing, global_batch) if self.in_batches else SampledOrder(drawing, global_batch)
 
     def whole(self, epoch: int) -> Indices:
@@ -58,7 +66,7 @@ class Sampling:
             raise DataError(
                 f"lengths= needs the whole order of an epoch, and {self.name} draws without end; leave it out"
             )
-        return np.array(Drawing(self, epoch, self._states_before(epoch)).read(self.size + 1), dtype=np.int64)
+        return np.array(SamplerPass(self, epoch, self._states_before(epoch)).read(self.size + 1), dtype=np.int64)
 
     def ended(self, epoch: int, states: list[torch.Tensor]) -> None:
         """Remember in which states the generators are after this epoch."""
@@ -66,7 +74,7 @@ class Sampling:
 
     def first_batch(self) -> int:
         """Return the number of indices in the first batch of a batch sampler, which is drawn for it."""
-        found = Drawing(self, 0, self._beginnings[0]).read(1)
+        found = SamplerPass(self, 0, self._beginnings[0]).read(1)
         return len(found[0]) if found else 0
 
     def swapped(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -81,7 +89,7 @@ class Sampling:
         for each in nested(self.sampler):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-        seed_all(mix(self._seed, Use.SAMPLER, epoch))
+        seed_all(mix(self._seed, SeedPurpose.SAMPLER, epoch))
         return iter(self.sampler)
 
     def _states_before(self, epoch: int) -> list[torch.Tensor]:
@@ -91,16 +99,16 @@ class Sampling:
             return [_seeded(generator, epoch) for generator in self._generators]
         latest = max(known for known in self._beginnings if known <= epoch)
         for past in range(latest, epoch):
-            Drawing(self, past, self._beginnings[past]).exhaust()
+            SamplerPass(self, past, self._beginnings[past]).exhaust()
         return self._beginnings[epoch]
 
 
-class Drawing:
+class SamplerPass:
     """One pass over a sampler. The sampler's randomness is in force while it is read, and only then."""
 
-    def __init__(self, sampling: Sampling, epoch: int, states: list[torch.Tensor]) -> None:
+    def __init__(self, sampling: EpochSampler, epoch: int, states: list[torch.Tensor]) -> None:
         self._sampling, self._epoch, self._states = sampling, epoch, states
-        self._globals: GlobalState | None = None  # before the pass has begun
+        self._globals: GlobalRngState | None = None  # before the pass has begun
         self._iterator: Iterator[Any] = iter(())
         self.has_ended = False
 
@@ -125,7 +133,7 @@ class Drawing:
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
-        with apart():
+        with preserve_global_rng():
             before = self._sampling.swapped(self._states)
             try:
                 if self._globals is None:
@@ -161,7 +169,7 @@ class Drawing:
 class SampledOrder(EpochOrder):
     """An order that is read from a sampler when it is needed: an epoch may have 10 ** 10 samples, or no end."""
 
-    def __init__(self, drawing: Drawing, global_batch: int) -> None:
+    def __init__(self, drawing: SamplerPass, global_batch: int) -> None:
         super().__init__(np.empty(0, dtype=np.int64))
         self._drawing, self._kept = drawing, 2 * global_batch
         self._base = 0  # place in the epoch of the first index that is held
@@ -195,7 +203,7 @@ class SampledOrder(EpochOrder):
 class BatchedOrder(SampledOrder):
     """An order that a batch sampler has cut into global batches."""
 
-    def __init__(self, drawing: Drawing, global_batch: int) -> None:
+    def __init__(self, drawing: SamplerPass, global_batch: int) -> None:
         super().__init__(drawing, global_batch)
         self._at_once = max(1, CHUNK // max(1, global_batch))
         self._ends: list[int] = []
@@ -217,7 +225,7 @@ class BatchedOrder(SampledOrder):
         return [index for batch in batches for index in batch]
 
 
-class SeededFirst:
+class SeedDrawingSampler:
     """A sampler whose generator is drawn from once before each epoch, as a DataLoader does for its workers' seeds."""
 
     def __init__(self, sampler: Any, generator: torch.Generator) -> None:
@@ -263,7 +271,7 @@ def batches_of(batch_sampler: Any) -> int:
     size = getattr(batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
         return size
-    found = Sampling(batch_sampler, 0, in_batches=True).first_batch()
+    found = EpochSampler(batch_sampler, 0, in_batches=True).first_batch()
     if not found:
         raise DataError(f"{type(batch_sampler).__name__} draws no batch; check what it was made with")
     return found
@@ -271,4 +279,4 @@ def batches_of(batch_sampler: Any) -> int:
 
 def _seeded(generator: torch.Generator, epoch: int) -> torch.Tensor:
     fresh = torch.Generator(generator.device)
-    return fresh.manual_seed(mix(generator.initial_seed(), Use.SAMPLER, epoch) >> 1).get_state()
+    return fresh.manual_seed(mix(generator.initial_seed(), SeedPurpose.SAMPLER, epoch) >> 1).get_state()

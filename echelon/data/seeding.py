@@ -21,7 +21,7 @@ Seeds = NDArray[np.uint64]
 _64_BITS = 2**64 - 1
 
 
-class Use(IntEnum):
+class SeedPurpose(IntEnum):
     """What a random number is for: two uses never share a stream."""
 
     ORDER = 1
@@ -79,7 +79,7 @@ def seed_all(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
-class GlobalState(NamedTuple):
+class GlobalRngState(NamedTuple):
     """States of the generators that ``seed_all`` seeds."""
 
     python: Any
@@ -87,18 +87,18 @@ class GlobalState(NamedTuple):
     cpu: torch.Tensor
 
 
-def global_state() -> GlobalState:
-    return GlobalState(random.getstate(), np.random.get_state(), torch.default_generator.get_state())
+def global_state() -> GlobalRngState:
+    return GlobalRngState(random.getstate(), np.random.get_state(), torch.default_generator.get_state())
 
 
-def restore_global_state(state: GlobalState) -> None:
+def restore_global_state(state: GlobalRngState) -> None:
     random.setstate(state.python)
     np.random.set_state(state.numpy)
     torch.default_generator.set_state(state.cpu)
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def preserve_global_rng() -> Iterator[None]:
     """Give the process its random state back afterwards, as if nothing had been drawn (90 us)."""
     before = global_state()
     try:

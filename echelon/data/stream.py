@@ -13,14 +13,14 @@ import numpy as np
 import torch.utils.data._utils.worker as torch_worker
 
 from echelon.base.errors import DataError
-from echelon.data.cache import KeptStream
+from echelon.data.cache import CachedStream
 from echelon.data.checksums import samples_checksum
-from echelon.data.collate import Collate
+from echelon.data.collate import BatchCollator
 from echelon.data.cursor import Cursor
-from echelon.data.data_source import Piece, lengths_function, seen_lengths, too_few
+from echelon.data.data_source import RankBatch, lengths_function, seen_lengths, too_few
 from echelon.data.loader_options import LoaderOptions
-from echelon.data.order import arranged
-from echelon.data.seeding import Use, apart, chain, mix, numpy_stream, python_stream, seed_all
+from echelon.data.order import bucketed_places
+from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve_global_rng, python_stream, seed_all
 
 #: samples kept to pad with at the end of a stream
 RESERVOIR = 256
@@ -28,13 +28,13 @@ RESERVOIR = 256
 Begin = Callable[[int], Iterable[Any]]
 
 
-class Item(NamedTuple):
+class StreamItem(NamedTuple):
     position: int
     sample: Any
     length: int
 
 
-class Turn(NamedTuple):
+class StreamStep(NamedTuple):
     """Step ``step`` of an epoch's stream that is cut into batches from sample ``start`` on."""
 
     epoch: int
@@ -48,60 +48,60 @@ class Reservoir:
 
     def __init__(self, *seed: int) -> None:
         self._seed, self._draw = seed, python_stream(*seed)
-        self.kept: list[Item] = []
+        self.kept: list[StreamItem] = []
         self.seen = 0
 
-    def add(self, item: Item) -> None:
+    def add(self, item: StreamItem) -> None:
         self.seen += 1
         if len(self.kept) < RESERVOIR:
             self.kept.append(item)
         elif (at := self._draw.randrange(self.seen)) < RESERVOIR:
             self.kept[at] = item
 
-    def again(self, count: int, step: int) -> list[Item]:
+    def again(self, count: int, step: int) -> list[StreamItem]:
         return python_stream(*self._seed, step).choices(self.kept, k=count) if count else []
 
 
-class Reader:
+class StreamPassReader:
     """One pass over a stream: numbered, shuffled, bucketed, cut into batches of ``batch`` items."""
 
-    def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, turn: Turn) -> None:
+    def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, turn: StreamStep) -> None:
         self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
         self._length = lengths_function(options.lengths)
         self.turn = turn
-        self.reservoir = Reservoir(options.seed, Use.RESERVOIR, turn.epoch, salt)
+        self.reservoir = Reservoir(options.seed, SeedPurpose.RESERVOIR, turn.epoch, salt)
         self._items = self._sequence()
         #: the last batch that had anything in it before the current one: stand-ins come from here
         self.previous = self._skip(turn.start)
-        self._current: list[Item] = []
+        self._current: list[StreamItem] = []
         self._step = -1
 
-    def reaches(self, turn: Turn) -> bool:
+    def reaches(self, turn: StreamStep) -> bool:
         return turn[:3] == self.turn[:3] and turn.step > self._step
 
-    def take(self, step: int) -> list[Item]:
+    def take(self, step: int) -> list[StreamItem]:
         while self._step < step:
             self.previous = self._current or self.previous
             self._current = list(itertools.islice(self._items, self._batch))
             self._step += 1
         return self._current
 
-    def _skip(self, count: int) -> list[Item]:
+    def _skip(self, count: int) -> list[StreamItem]:
         """Pass over ``count`` items; returns the last batch of them, which is short where the stream ended."""
         behind = deque(enumerate(itertools.islice(self._items, count), start=1), maxlen=self._batch)
         passed = behind[-1][0] if behind else 0
         return [item for number, item in behind if number > passed - (passed % self._batch or self._batch)]
 
-    def _sequence(self) -> Iterator[Item]:
+    def _sequence(self) -> Iterator[StreamItem]:
         items = self._numbered()
         if self._options.shuffle:
             items = self._shuffled(items)
         return items if self._length is None else self._bucketed(items)
 
-    def _numbered(self) -> Iterator[Item]:
+    def _numbered(self) -> Iterator[StreamItem]:
         # a kept stream is read once, in whichever epoch that is, so its randomness must not depend on the epoch
         epoch = 0 if self._options.cache else self.turn.epoch
-        seed = mix(self._options.seed, Use.SAMPLE, epoch, self._salt)
+        seed = mix(self._options.seed, SeedPurpose.SAMPLE, epoch, self._salt)
         seed_all(seed)
         samples = iter(self._stream(self.turn.epoch))
         for position in itertools.count():
@@ -110,12 +110,12 @@ class Reader:
                 sample = next(samples)
             except StopIteration:
                 return
-            item = Item(position, sample, 0 if self._length is None else int(self._length(sample)))
+            item = StreamItem(position, sample, 0 if self._length is None else int(self._length(sample)))
             self.reservoir.add(item)
             yield item
 
-    def _shuffled(self, items: Iterator[Item]) -> Iterator[Item]:
-        draw = python_stream(self._options.seed, Use.BUFFER, self.turn.epoch, self._salt)
+    def _shuffled(self, items: Iterator[StreamItem]) -> Iterator[StreamItem]:
+        draw = python_stream(self._options.seed, SeedPurpose.BUFFER, self.turn.epoch, self._salt)
         buffer = list(itertools.islice(items, self._options.shuffle_buffer))
         for item in items:
             at = draw.randrange(len(buffer))
@@ -124,35 +124,35 @@ class Reader:
         draw.shuffle(buffer)
         yield from buffer
 
-    def _bucketed(self, items: Iterator[Item]) -> Iterator[Item]:
-        key = (self._options.seed, Use.BUCKET, self.turn.epoch, self._salt)
+    def _bucketed(self, items: Iterator[StreamItem]) -> Iterator[StreamItem]:
+        key = (self._options.seed, SeedPurpose.BUCKET, self.turn.epoch, self._salt)
         for number in itertools.count():
             window = list(itertools.islice(items, self._options.bucket_window * self.turn.cut))
             if not window:
                 return
             shuffler = numpy_stream(*key, number) if self._options.shuffle else None
             lengths = np.array([item.length for item in window], dtype=np.int64)
-            yield from (window[at] for at in arranged(lengths, self.turn.cut, shuffler))
+            yield from (window[at] for at in bucketed_places(lengths, self.turn.cut, shuffler))
 
 
-class Passes:
+class StreamPasses:
     """The pass that is being read; a turn that lies behind it, or in another epoch, begins a new one."""
 
     def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int) -> None:
         self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
-        self._reader: Reader | None = None
+        self._reader: StreamPassReader | None = None
 
-    def at(self, turn: Turn) -> tuple[Reader, list[Item]]:
+    def at(self, turn: StreamStep) -> tuple[StreamPassReader, list[StreamItem]]:
         """The reader after this turn, and the turn's items."""
         reader, self._reader = self._reader, None  # a generator that raises is spent: keep it only if it did not
         with _alone():
             if reader is None or not reader.reaches(turn):
-                reader = Reader(self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn)
+                reader = StreamPassReader(self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn)
             items = reader.take(turn.step)
         self._reader = reader
         return reader, items
 
-    def key(self, turn: Turn) -> int:
+    def key(self, turn: StreamStep) -> int:
         """Where the turn lies in the epoch, wherever the pass was begun."""
         return turn.start + turn.step * self._batch
 
@@ -163,16 +163,16 @@ class StreamSource:
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         lengths_function(options.lengths)
-        self._options, self._bind = options, Binding(options, salt=0, dataset=dataset)
+        self._options, self._bind = options, StreamCollator(options, salt=0, dataset=dataset)
         self._dataset = dataset
-        self._kept = KeptStream(partial(iter, dataset)) if options.cache else None
-        self._passes = Passes(self._open, options, salt=0, batch=options.global_batch)
+        self._kept = CachedStream(partial(iter, dataset)) if options.cache else None
+        self._passes = StreamPasses(self._open, options, salt=0, batch=options.global_batch)
 
-    def requests(self, cursor: Cursor) -> Iterator[Turn]:
-        return (Turn(cursor.epoch, cursor.cut, cursor.samples, step) for step in itertools.count())
+    def requests(self, cursor: Cursor) -> Iterator[StreamStep]:
+        return (StreamStep(cursor.epoch, cursor.cut, cursor.samples, step) for step in itertools.count())
 
-    def fetch(self, request: Turn) -> Piece | None:
-        with apart():
+    def fetch(self, request: StreamStep) -> RankBatch | None:
+        with preserve_global_rng():
             reader, items = self._passes.at(request)
             taken, full = len(items), len(items) == self._options.global_batch
             if not full:
@@ -192,25 +192,25 @@ class StreamSource:
         announce(self._dataset, 0 if self._options.cache else epoch)
         return self._dataset if self._kept is None else self._kept
 
-    def _check(self, reader: Reader) -> None:
+    def _check(self, reader: StreamPassReader) -> None:
         options = self._options
         found = reader.reservoir.seen
         if problem := too_few(found, options.uneven, options.world_size, options.global_batch):
             raise DataError(problem)
 
 
-class Binding:
+class StreamCollator:
     """Items into a piece."""
 
     def __init__(self, options: LoaderOptions, *, salt: int, dataset: Any = None) -> None:
-        self._seed, self._salt, self._collate = options.seed, salt, Collate(options, dataset)
+        self._seed, self._salt, self._collate = options.seed, salt, BatchCollator(options, dataset)
         self._measured = options.lengths is not None
 
-    def __call__(self, items: list[Item], epoch: int, *, share: int, taken: int) -> Piece:
-        seed = mix(self._seed, Use.COLLATE, epoch, self._salt, items[0].position)
+    def __call__(self, items: list[StreamItem], epoch: int, *, share: int, taken: int) -> RankBatch:
+        seed = mix(self._seed, SeedPurpose.COLLATE, epoch, self._salt, items[0].position)
         batch = self._collate([item.sample for item in items], [item.position for item in items], seed)
         real, room = seen_lengths([item.length for item in items]) if self._measured else (0, 0)
-        return Piece(batch, share, taken, real, room)
+        return RankBatch(batch, share, taken, real, room)
 
 
 def announce(dataset: Any, epoch: int) -> None:

@@ -18,8 +18,8 @@ from torch.utils.data import (
 
 from echelon.base.errors import UsageError
 from echelon.data.hugging_face import has_columns
-from echelon.data.mapped import columns_of
-from echelon.data.sampling import SeededFirst, known_length, nested
+from echelon.data.map_source import columns_of
+from echelon.data.sampling import SeedDrawingSampler, known_length, nested
 
 #: torch's names of options that have another name here
 RENAMED = {"num_workers": "workers", "collate_fn": "collate", "prefetch_factor": "prefetch"}
@@ -61,7 +61,7 @@ def refuse_unnamed(sizes: tuple[Any, ...]) -> None:
         )
 
 
-def _shuffled_by(generator: torch.Generator, data: Any) -> SeededFirst:
+def _shuffled_by(generator: torch.Generator, data: Any) -> SeedDrawingSampler:
     """Return the sampler of ``DataLoader(data, shuffle=True, generator=generator)``."""
     columns = columns_of(data)
     size = known_length(columns[0] if columns else data)
@@ -69,14 +69,14 @@ def _shuffled_by(generator: torch.Generator, data: Any) -> SeededFirst:
         raise UsageError(
             f"generator= decides the order of samples, and {type(data).__name__} is read in its own; leave it out"
         )
-    return SeededFirst(RandomSampler(range(size), generator=generator), generator)
+    return SeedDrawingSampler(RandomSampler(range(size), generator=generator), generator)
 
 
 def is_torch_loader(data: Any) -> bool:
     return isinstance(data, DataLoader)
 
 
-def is_dealt_out(loader: DataLoader[Any]) -> bool:
+def is_sharded_by_rank(loader: DataLoader[Any]) -> bool:
     """Return True if a sampler of the DataLoader goes by the rank, or its data is a stream, which may."""
     if isinstance(loader.dataset, IterableDataset):
         return True
@@ -204,7 +204,7 @@ def _seeded_by(loader: DataLoader[Any], sampler: Any) -> Any:
     """Return the sampler with the DataLoader's own draws, where both draw from one generator."""
     generator = loader.generator
     shares = generator is not None and any(getattr(one, "generator", None) is generator for one in nested(sampler))
-    return SeededFirst(sampler, generator) if generator is not None and shares else sampler
+    return SeedDrawingSampler(sampler, generator) if generator is not None and shares else sampler
 
 
 def _line(taken: dict[str, Any], is_sized: bool) -> str:
@@ -220,6 +220,6 @@ def _line(taken: dict[str, Any], is_sized: bool) -> str:
 
 
 def _said(value: Any) -> str:
-    value = value.sampler if isinstance(value, SeededFirst) else value
+    value = value.sampler if isinstance(value, SeedDrawingSampler) else value
     plain = isinstance(value, int | str | bool)
     return str(value) if plain else getattr(value, "__name__", type(value).__name__)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from echelon.data.data_source import Piece
+from echelon.data.data_source import RankBatch
 
 
-def on_device(pieces: Iterator[Piece], device: torch.device | None) -> Iterator[Piece]:
+def on_device(pieces: Iterator[RankBatch], device: torch.device | None) -> Iterator[RankBatch]:
     """The same pieces with their tensors on ``device``; on the CPU nothing is touched."""
     if device is None or device.type == "cpu":
         return pieces
@@ -19,7 +19,7 @@ def on_device(pieces: Iterator[Piece], device: torch.device | None) -> Iterator[
     return (piece._replace(batch=each_tensor(piece.batch, lambda t: t.to(device))) for piece in pieces)
 
 
-def _copied_ahead(pieces: Iterator[Piece], device: torch.device) -> Iterator[Piece]:
+def _copied_ahead(pieces: Iterator[RankBatch], device: torch.device) -> Iterator[RankBatch]:
     """Copies run on a stream of their own, so that the next batch travels while this one is computed on."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -33,7 +33,7 @@ def _copied_ahead(pieces: Iterator[Piece], device: torch.device) -> Iterator[Pie
         tensor.record_stream(torch.cuda.current_stream(device))
         return tensor
 
-    ahead: tuple[Piece, torch.cuda.Event] | None = None
+    ahead: tuple[RankBatch, torch.cuda.Event] | None = None
     for piece in pieces:
         with torch.cuda.stream(side):
             sent = piece._replace(batch=each_tensor(piece.batch, send)), side.record_event()
@@ -45,8 +45,8 @@ def _copied_ahead(pieces: Iterator[Piece], device: torch.device) -> Iterator[Pie
 
 
 def _received(
-    sent: tuple[Piece, torch.cuda.Event], device: torch.device, receive: Callable[[torch.Tensor], torch.Tensor]
-) -> Piece:
+    sent: tuple[RankBatch, torch.cuda.Event], device: torch.device, receive: Callable[[torch.Tensor], torch.Tensor]
+) -> RankBatch:
     piece, copied = sent
     torch.cuda.current_stream(device).wait_event(copied)
     return piece._replace(batch=each_tensor(piece.batch, receive))

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from echelon.data.fetching import is_ours
-from echelon.data.fingerprint import likeness
+from echelon.data.batch_fetcher import is_ours
+from echelon.data.fingerprint import dataset_fingerprint
 from echelon.data.sampling import known_length
-from echelon.data.torch_loader import is_dealt_out
+from echelon.data.torch_loader import is_sharded_by_rank
 from echelon.distributed.activity import activity
 
 
@@ -51,10 +51,14 @@ class LoaderWatch:
             found = iterator()
             if found is None or not getattr(found, "_num_yielded", 1):
                 continue
-            if is_dealt_out(loader):
+            if is_sharded_by_rank(loader):
                 return None
             size = known_length(loader.dataset)
-            return None if size is None else [type(loader.dataset).__name__, *likeness(loader.dataset, size)[:2]]
+            return (
+                None
+                if size is None
+                else [type(loader.dataset).__name__, *dataset_fingerprint(loader.dataset, size)[:2]]
+            )
         return None
 
 

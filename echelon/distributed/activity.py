@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 
-class Message(Protocol):
+class ServerMessage(Protocol):
     """A message to a parameter server, of which a trace counts the bytes."""
 
     @property
@@ -40,7 +40,7 @@ class SpanRecorder(Protocol):
     def waited(self, wait: waiting, at: float) -> None: ...
     def called(self, call: str, since: float, phase_since: float) -> None: ...
     def acted(self, action: Any, since: float) -> None: ...
-    def asked(self, kind: str, since: float, sent: Sequence[Message], answers: Sequence[Future[Any]]) -> None: ...
+    def asked(self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]) -> None: ...
 
 
 #: What follows when a phase of a step is over; see ``clock.PHASES``.
@@ -128,7 +128,7 @@ class waiting:
     def __enter__(self) -> None:
         self._inner = activity.wait is not None
         if not self._inner:
-            self.ranks = circle(self.ranks)
+            self.ranks = describe_ranks(self.ranks)
             key = self.call, self.ranks
             self.number = activity.counts[key] = activity.counts.get(key, 0) + 1
             self.since = monotonic()
@@ -178,7 +178,7 @@ _circles: dict[int, str] = {}
 _kept: dict[int, weakref.ref[dist.ProcessGroup]] = {}
 
 
-def circle(whom: Whom) -> str:
+def describe_ranks(whom: Whom) -> str:
     """The ranks in short: ``all``, ``0-7``, ``0-14:2`` or ``0,3,4``. A group is asked once: this is called in steps."""
     if whom is None:
         return EVERYONE
@@ -187,7 +187,7 @@ def circle(whom: Whom) -> str:
         return known
     if isinstance(whom, str):
         return whom
-    return _remember(whom) if isinstance(whom, dist.ProcessGroup) else in_short(whom)
+    return _remember(whom) if isinstance(whom, dist.ProcessGroup) else format_ranks(whom)
 
 
 def _remember(group: dist.ProcessGroup) -> str:
@@ -198,11 +198,11 @@ def _remember(group: dist.ProcessGroup) -> str:
         _kept.pop(key, None)
 
     _kept[key] = weakref.ref(group, forget)  # not the group itself: it would keep its connections open
-    _circles[key] = in_short(dist.get_process_group_ranks(group))
+    _circles[key] = format_ranks(dist.get_process_group_ranks(group))
     return _circles[key]
 
 
-def in_short(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     ordered = sorted(ranks)
     step = ordered[1] - ordered[0] if len(ordered) > 1 else 1
     if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1, step)):
@@ -210,8 +210,8 @@ def in_short(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ordered))
 
 
-def in_full(short: str, world_size: int) -> tuple[int, ...]:
-    """The inverse of ``in_short``. Raises ``ValueError`` for anything else: it may come from the network."""
+def parse_ranks(short: str, world_size: int) -> tuple[int, ...]:
+    """The inverse of ``format_ranks``. Raises ``ValueError`` for anything else: it may come from the network."""
     if short == EVERYONE:
         return tuple(range(world_size))
     if "-" not in short:

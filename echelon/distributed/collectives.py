@@ -18,20 +18,20 @@ from echelon.distributed.activity import waiting
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Waiting(Protocol):
+class PendingCollective(Protocol):
     """Something under way."""
 
     def wait(self) -> Any: ...
 
 
-def swap_rows(came: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Waiting:
+def start_all_to_all(came: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, tag: int) -> PendingCollective:
     """Begin to send row i of ``sent`` to rank i; row i of ``came`` is what comes from there."""
     if dist.get_backend(group) != "gloo":
         return _begun(dist.all_to_all_single(came.view(-1), sent.view(-1), group=group, async_op=True))
     return _Swap(came, list(sent), group, tag)
 
 
-def hand_round(came: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Waiting:
+def start_all_gather(came: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, tag: int) -> PendingCollective:
     """Begin to collect every rank's ``mine``, one row of ``came`` a rank."""
     if dist.get_backend(group) != "gloo":
         return _begun(_all_gather_single(came.view(-1), mine, group=group, async_op=True))

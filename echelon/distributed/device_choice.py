@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from echelon.base.environment import Place
+from echelon.base.environment import RankInfo
 from echelon.base.errors import UsageError
 
 
-def choose_device(place: Place, asked: str | torch.device | None, gpus: int) -> torch.device:
+def choose_device(place: RankInfo, asked: str | torch.device | None, gpus: int) -> torch.device:
     """Return the device that was asked for, with its index; by default the rank's own GPU, or the CPU.
 
     place: host and local rank of the process; ranks beyond the number of GPUs share them in turn

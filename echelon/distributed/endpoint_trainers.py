@@ -23,19 +23,19 @@ from echelon.base.environment import (
     PADDLE_WORLD,
     PLAN_ONLY,
     VERIFY,
-    Place,
+    RankInfo,
     whole_number,
 )
 from echelon.base.errors import UsageError
 
 
-def trainer_place(
+def trainer_rank_info(
     env: Mapping[str, str],
     *,
     trainers: Trainers = None,
     trainer_id: int | str | None = None,
     current_endpoint: str | None = None,
-) -> Place:
+) -> RankInfo:
     """Return this trainer's place among the announced endpoints; alone where a single trainer, or none, is announced.
 
     An argument wins over the environment. Inside a process that a launcher started, the environment's names tell of
@@ -61,7 +61,7 @@ def trainer_place(
     return _place(_index(number, own, endpoints), endpoints)
 
 
-def meeting_place(place: Place, env: Mapping[str, str], trainers: Trainers) -> Place:
+def with_master_endpoint(place: RankInfo, env: Mapping[str, str], trainers: Trainers) -> RankInfo:
     """Return the place of a worker of parameter servers, with the first trainer's endpoint to meet the others at.
 
     Workers call one another only when they are bound (hybrid mode). A launcher's MASTER_ADDR wins over the endpoints.
@@ -73,7 +73,7 @@ def meeting_place(place: Place, env: Mapping[str, str], trainers: Trainers) -> P
     return replace(_place(place.rank, endpoints), launcher=place.launcher)
 
 
-def say_launcher_wins(place: Place, trainers: Trainers) -> None:
+def say_launcher_wins(place: RankInfo, trainers: Trainers) -> None:
     """Say once for a job that ``trainers`` tells of another number of processes than its launcher has started."""
     given = read_trainers(trainers)
     count = len(given) if isinstance(given, tuple) else given
@@ -116,7 +116,7 @@ def _refuse_unreachable(announced: int | None, origin: str, number: tuple[str, i
         raise UsageError(f"{name} is {value}, but no other trainers were announced; {remedy}")
 
 
-def _alone(env: Mapping[str, str], current_endpoint: str | None) -> Place:
+def _alone(env: Mapping[str, str], current_endpoint: str | None) -> RankInfo:
     if current_endpoint:
         raise UsageError(
             f"current_endpoint is {current_endpoint}, but no list of trainers or servers was given; "
@@ -159,13 +159,13 @@ def _index(number: tuple[str, int] | None, own: str, endpoints: Sequence[str]) -
     return index
 
 
-def _place(rank: int, endpoints: tuple[str, ...]) -> Place:
+def _place(rank: int, endpoints: tuple[str, ...]) -> RankInfo:
     """The place of one trainer; those before it on the same host have the devices before its own."""
     if len(endpoints) == 1:
         return ALONE
     hosts = [_host(endpoint) for endpoint in endpoints]
     mine, here = hosts[rank], hosts.count(hosts[rank])
-    return Place(
+    return RankInfo(
         rank=rank,
         world_size=len(endpoints),
         local_rank=hosts[:rank].count(mine),

@@ -23,7 +23,7 @@ class Addend:
 
 
 @dataclass
-class Holdings:
+class LocalState:
     """One rank's part.
 
     parameters: what optimizers step on, by name: a parameter, or this rank's shard of it
@@ -66,7 +66,7 @@ class Holdings:
         return found
 
 
-def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are here: those of other stages are stand-ins without memory."""
     return {name: value for name, value in model.named_parameters() if not isinstance(value.data, FakeTensor)}
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from echelon.base.mesh import AXES, coordinates, lines
-from echelon.distributed.process_groups import Groups
+from echelon.base.mesh import AXES, coordinates, rank_groups
+from echelon.distributed.process_groups import ProcessGroups
 
 
-class Grid:
+class MeshGroups:
     """One process's view of the mesh. All ranks ask for the same groups in the same order: each is made once."""
 
-    def __init__(self, mesh: Mapping[str, int], order: Sequence[int], rank: int, groups: Groups) -> None:
+    def __init__(self, mesh: Mapping[str, int], order: Sequence[int], rank: int, groups: ProcessGroups) -> None:
         self._mesh, self._order, self._rank, self._groups = mesh, order, rank, groups
         self.at = coordinates(mesh, order, rank)  #: this rank's index along every axis
         self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
@@ -31,7 +31,7 @@ class Grid:
 
     def ranks(self, *axes: str) -> list[int]:
         """The ranks that differ from this one along ``axes`` only, this one included."""
-        return next(line for line in lines(self._mesh, self._order, axes) if self._rank in line)
+        return next(line for line in rank_groups(self._mesh, self._order, axes) if self._rank in line)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Their process group; ``None`` where this rank is alone. The same group however often it is asked for."""
@@ -46,16 +46,18 @@ class Grid:
         key = ("control", *(axis for axis in AXES if axis in axes))
         if key not in self._made:
             alone = self.size(*axes) == 1
-            self._made[key] = None if alone else self._mine(lines(self._mesh, self._order, axes), "gloo")
+            self._made[key] = None if alone else self._mine(rank_groups(self._mesh, self._order, axes), "gloo")
         return self._made[key]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
         """As ``group``, but with connections of its own."""
-        return None if self.size(*axes) == 1 else self._mine(lines(self._mesh, self._order, axes))
+        return None if self.size(*axes) == 1 else self._mine(rank_groups(self._mesh, self._order, axes))
 
     def among(self, places: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks at these places along the stage axis, with connections of their own; ``None`` elsewhere."""
-        return self._mine([[line[place] for place in places] for line in lines(self._mesh, self._order, ("stage",))])
+        return self._mine(
+            [[line[place] for place in places] for line in rank_groups(self._mesh, self._order, ("stage",))]
+        )
 
     def _mine(self, sets: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         mine = None

@@ -10,7 +10,7 @@ from echelon.base.errors import PeerLost
 from echelon.distributed.rank_main import caused_by_peer
 
 
-class peers_explained:
+class translate_peer_errors:
     """``here`` says where this rank is, for the line. Around every step, hence no generator."""
 
     __slots__ = ("_here",)

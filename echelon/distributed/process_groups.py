@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-class Groups:
+class ProcessGroups:
     """Makes groups and remembers them. All ranks make the same ones, in the same order."""
 
     def __init__(self, backend: str) -> None:

@@ -20,7 +20,7 @@ def broadcast_state(model: nn.Module) -> None:
             flat = flatten(tensors)
             with waiting("broadcast of the model"):
                 dist.broadcast(flat, src=0)
-            scatter(flat, tensors)
+            unflatten_into(flat, tensors)
 
 
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -39,7 +39,7 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -
                 flat /= dist.get_world_size(group)
             else:
                 dist.broadcast(flat, group=group, group_src=0)
-        scatter(flat, same)
+        unflatten_into(flat, same)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -47,7 +47,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """The inverse of ``flatten``, in place."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):

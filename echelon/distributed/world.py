@@ -18,13 +18,20 @@ import torch.distributed as dist
 import echelon.base.lazy_dynamo  # noqa: F401  # before an optimizer is made
 from echelon.base.endpoints import Trainers
 from echelon.base.environment import ALONE as ALONE_PLACE
-from echelon.base.environment import BOUND_MARK, PADDLE_ENDPOINTS, PS_JOIN_TIMEOUT, Place, find_place, worker_place
+from echelon.base.environment import (
+    BOUND_MARK,
+    PADDLE_ENDPOINTS,
+    PS_JOIN_TIMEOUT,
+    RankInfo,
+    detect_rank_info,
+    worker_rank_info,
+)
 from echelon.base.errors import UsageError
 from echelon.base.user_traceback import install_hook
 from echelon.distributed.activity import waiting
 from echelon.distributed.device_choice import choose_device, count_gpus
-from echelon.distributed.endpoint_trainers import meeting_place, say_launcher_wins, trainer_place
-from echelon.distributed.process_group import join_ranks
+from echelon.distributed.endpoint_trainers import say_launcher_wins, trainer_rank_info, with_master_endpoint
+from echelon.distributed.join_ranks import join_ranks
 from echelon.distributed.ps_role import ALONE, Role, find_role
 
 DEFAULT_TIMEOUT = 300.0
@@ -34,7 +41,7 @@ DEFAULT_TIMEOUT = 300.0
 class World:
     """This process's view of the job it has joined."""
 
-    place: Place
+    place: RankInfo
     device: torch.device
     backend: str
     seed: int
@@ -131,9 +138,9 @@ def bind(backend: str | None = None) -> World:
                 "workers on several hosts need a place to meet before they can be bound together; give every "
                 "'echelon run' the same --master HOST:PORT, or set MASTER_ADDR and MASTER_PORT"
             )
-        from echelon.parameter_server.worker.server_contact import announced
+        from echelon.parameter_server.worker.server_connections import announce_worker
 
-        with announced(world.role):
+        with announce_worker(world.role):
             _world = world = _joined(world, backend)
     return world
 
@@ -270,7 +277,7 @@ def seed_for_rank(seed: int, rank: int) -> None:
         seed_everything(seed + 1_000_003 * rank)
 
 
-def _place() -> Place:
+def _place() -> RankInfo:
     return _world.place if _world else _place_of(find_role())
 
 
@@ -280,25 +287,27 @@ def _role() -> Role:
 
 def _place_of(
     role: Role, trainers: Trainers = None, trainer_id: int | str | None = None, current_endpoint: str | None = None
-) -> Place:
+) -> RankInfo:
     """The place of this process: among servers' workers, in its launcher's job, or among the announced trainers."""
     if role.role == "worker":
-        return meeting_place(worker_place(role.index, role.workers), os.environ, trainers)
-    place = find_place()
+        return with_master_endpoint(worker_rank_info(role.index, role.workers), os.environ, trainers)
+    place = detect_rank_info()
     if place == ALONE_PLACE:
-        return trainer_place(os.environ, trainers=trainers, trainer_id=trainer_id, current_endpoint=current_endpoint)
+        return trainer_rank_info(
+            os.environ, trainers=trainers, trainer_id=trainer_id, current_endpoint=current_endpoint
+        )
     say_launcher_wins(place, trainers)
     return place
 
 
-def _take_device(place: Place, asked: str | torch.device | None) -> torch.device:
+def _take_device(place: RankInfo, asked: str | torch.device | None) -> torch.device:
     chosen = choose_device(place, asked, count_gpus())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return chosen
 
 
-def _choose_backend(place: Place, chosen: torch.device) -> str:
+def _choose_backend(place: RankInfo, chosen: torch.device) -> str:
     """NCCL wants a GPU of its own for every rank; several ranks on one GPU talk through Gloo."""
     if chosen.type != "cuda" or not dist.is_nccl_available():
         return "gloo"

@@ -10,7 +10,7 @@ from typing import Any
 CONFIRMED = 2
 
 
-class AlikeBatches:
+class DuplicateBatchCheck:
     """Compares what ranks were fed by the script itself, not by engine.loader().
 
     Each rank tells its replica, a checksum of its batch or None, and what ``LoaderWatch.undealt`` says; nothing where

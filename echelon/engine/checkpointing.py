@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.base.errors import Damaged, UsageError
 from echelon.checkpoint.checkpoint_settings import Checkpoint
-from echelon.checkpoint.directory_lock import Claims
+from echelon.checkpoint.directory_lock import DirectoryLocks
 from echelon.checkpoint.finite_state import FiniteCheck, State
 from echelon.checkpoint.training_state import (
     from_bytes,
@@ -29,37 +29,37 @@ from echelon.distributed.collectives import gather_json
 from echelon.distributed.local_state import Addend
 from echelon.distributed.tensor_layout import Layout, Part
 from echelon.distributed.world import World, seed_for_rank
-from echelon.engine.elastic import Beginning
-from echelon.engine.lr_schedules import Schedules
-from echelon.engine.overridden_values import GivenValues
+from echelon.engine.elastic import ElasticState
+from echelon.engine.lr_schedules import LRSchedulers
+from echelon.engine.overridden_values import UserHyperparameters
 from echelon.parallel.data.dgc import SparseMomentum
 
 if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
     from echelon.checkpoint import Stored, Writer
-    from echelon.engine.in_memory.state_sources import Sources
-    from echelon.engine.parallelize import Parts
-    from echelon.parallel.weight_average import Averages
-    from echelon.parameter_server.worker.session import Served
+    from echelon.engine.in_memory.state_sources import StateSources
+    from echelon.engine.parallelize import ParallelModel
+    from echelon.parallel.weight_average import EmaWeights
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
 
-class Keeper:
+class CheckpointManager:
     """Knows every part of a run that has state, from the weights to the random streams."""
 
-    def __init__(self, world: World, stream: int, schedules: Schedules, settings: Checkpoint | None) -> None:
+    def __init__(self, world: World, stream: int, schedules: LRSchedulers, settings: Checkpoint | None) -> None:
         self._world, self.stream = world, stream
         self._schedules, self._settings = schedules, settings
-        self.beginning = Beginning(None, world.size)  #: what training began with
+        self.beginning = ElasticState(None, world.size)  #: what training began with
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
         self._loader_states: list[dict[str, Any]] = []
-        self.average: Averages | None = None  #: a moving average of the weights, where the run has one
+        self.average: EmaWeights | None = None  #: a moving average of the weights, where the run has one
         self.copies_averages = False  #: whether copies of the state are made in memory
         self._loaded: Stored | None = None  # a checkpoint whose average nobody has asked for yet
-        self.given = GivenValues()
-        self.claims = Claims(world.control, writes=world.rank == 0)
+        self.given = UserHyperparameters()
+        self.claims = DirectoryLocks(world.control, writes=world.rank == 0)
         self.saved: Callable[[Path], None] | None = None  #: told when a checkpoint is complete, perhaps from a thread
 
-    def takes(self, parts: Parts) -> None:
+    def takes(self, parts: ParallelModel) -> None:
         """From now on, keep these."""
         self._holdings, self._optimizers, self._gradients = parts.holdings, parts.optimizers, parts.gradients
         self._scaler, self._local = parts.scaler, parts.local
@@ -104,7 +104,7 @@ class Keeper:
         step: int,
         own: Mapping[str, Tensor],
         wait: bool | None,
-        served: Served | None = None,
+        served: ParameterServerSession | None = None,
     ) -> Path:
         place = directory if directory is not None else (self._settings.dir if self._settings else None)
         if place is None:
@@ -136,7 +136,9 @@ class Keeper:
         self.place_loaders(stored.facts["loaders"])
         return stored
 
-    def load(self, source: str | Path | Stored, loaders: bool = True, served: Served | None = None) -> Stored:
+    def load(
+        self, source: str | Path | Stored, loaders: bool = True, served: ParameterServerSession | None = None
+    ) -> Stored:
         """Restore everything; returns what it was restored from."""
         stored = _opened(source)
         stored.load(model_tensors(self._holdings))
@@ -175,7 +177,7 @@ class Keeper:
         elif stored.facts.get("ema") is not None:
             self._loaded = stored
 
-    def leave_behind(self, step: int) -> bytes:
+    def pack_worker_state(self, step: int) -> bytes:
         """What this process needs to go on after ``step`` when others keep the weights."""
         tensors = random_state(self.stream, self._world.device)
         tensors |= {f"buffer.{name}": value for name, value in self._buffers.items()}
@@ -187,8 +189,8 @@ class Keeper:
         }
         return to_bytes(tensors, facts)
 
-    def take_up(self, left: bytes) -> int:
-        """Go on from what ``leave_behind`` made; returns its step."""
+    def restore_worker_state(self, left: bytes) -> int:
+        """Go on from what ``pack_worker_state`` made; returns its step."""
         tensors, facts = from_bytes(left)
         random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
         restore_random_state(self.stream, self._world.device, random)
@@ -236,13 +238,13 @@ class Keeper:
         self.claims.release()
 
     @property
-    def sources(self) -> Sources:
+    def sources(self) -> StateSources:
         """Where the tensors that stay between updates lie."""
-        from echelon.engine.in_memory.state_sources import Sources
+        from echelon.engine.in_memory.state_sources import StateSources
 
         self.copies_averages = True
         changing = bool(self._compressors) or self._local is not None
-        return Sources(self._holdings, self._optimizers, changing, lambda: self.average)
+        return StateSources(self._holdings, self._optimizers, changing, lambda: self.average)
 
     @property
     def together(self) -> bool:
@@ -260,7 +262,7 @@ class Keeper:
             if name.removeprefix("model.") in self._buffers
         }
 
-    def refuse_spoiled(self, source: Stored) -> None:
+    def raise_if_not_finite(self, source: Stored) -> None:
         """Raise ``Damaged`` where this rank has read a NaN or an infinity that training cannot have begun with."""
         if (found := self._finite.find(self.own_tensors()[0])) is not None:
             raise Damaged(f"{source.title} is of no use: after step {source.step} {self._finite.describe(found)}")

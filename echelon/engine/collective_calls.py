@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.base.environment import CHECK
 from echelon.base.errors import DataError, MismatchError
-from echelon.data.fingerprint import Likeness
+from echelon.data.fingerprint import DatasetFingerprint
 from echelon.distributed.activity import activity, calling
 from echelon.distributed.collectives import gather_json
-from echelon.engine.batch_comparison import AlikeBatches
+from echelon.engine.batch_comparison import DuplicateBatchCheck
 from echelon.observability.stall.diagnose import advice
 from echelon.plan import Plan
 from echelon.plan.plan import first_difference
@@ -29,7 +29,7 @@ FIRST_STEPS = 3
 PER_STEP = frozenset({"step", "update", "reduce", "grad_norm", "clip_grad_norm_", "clip_grad_value_"})
 
 
-def agree(plan: Plan, group: dist.ProcessGroup) -> None:
+def check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
     """Raise on every rank when one rank's plan differs from rank 0's, naming the first such rank and difference."""
     hashes = gather_json(plan.hash, group)
     strangers = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
@@ -44,7 +44,7 @@ def agree(plan: Plan, group: dist.ProcessGroup) -> None:
     )
 
 
-def agree_on_batch(batch: Any, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+def check_same_batch(batch: Any, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
     """Raise when the ranks that work on one batch together were given different ones."""
     if group is None:
         return
@@ -80,7 +80,7 @@ class RollCall:
         self._group: dist.ProcessGroup | None = None
         self._left = FIRST_STEPS
         self._always = os.environ.get(CHECK, "") not in ("", "0")
-        self._alike = AlikeBatches()
+        self._alike = DuplicateBatchCheck()
 
     def open(self) -> None:
         """Now, while all ranks are surely there: who makes connections to a rank that is gone waits for the time limit,
@@ -100,7 +100,7 @@ class RollCall:
         what: str = "",
         batch: Any = None,
         sharers: Sequence[int] = (),
-        data: Sequence[Likeness | None] = (),
+        data: Sequence[DatasetFingerprint | None] = (),
         fed: Sequence[Any] = (),
     ) -> str | None:
         """Raise on every rank when one makes another call than rank 0, or at another step. A line of what may go on,
@@ -109,7 +109,7 @@ class RollCall:
         what:    what else must be the same: which optimizer
         sharers: the ranks that were given one batch together
         data:    what is dealt out to all ranks, one data set after the other
-        fed:     what the script has fed this rank by itself, see ``AlikeBatches``
+        fed:     what the script has fed this rank by itself, see ``DuplicateBatchCheck``
         """
         if self._make is None or not self._asked(call):
             return None
@@ -157,7 +157,7 @@ def _compare_shapes(found: list[Any]) -> None:
 
 def _compare_data(found: Sequence[Any]) -> str | None:
     """Each rank takes its share of an order that it makes by itself: of other data, it would be a share of nothing."""
-    known = {rank: Likeness(*data) for rank, data in enumerate(found) if data is not None}
+    known = {rank: DatasetFingerprint(*data) for rank, data in enumerate(found) if data is not None}
     first = min(known, default=0)
     for rank, data in known.items():
         if data.size != known[first].size:
@@ -187,7 +187,7 @@ def _compare_data(found: Sequence[Any]) -> str | None:
     )
 
 
-class Trains(Protocol):
+class CollectiveCaller(Protocol):
     """What makes calls that all ranks make together."""
 
     steps: int
@@ -198,14 +198,14 @@ class Trains(Protocol):
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def together(phase: str) -> Callable[[Call], Call]:
+def collective_call(phase: str) -> Callable[[Call], Call]:
     """For a call that all ranks make together: others can see that this rank is in it, and it begins with the roll."""
 
     def wrap(method: Call) -> Call:
         call = method.__name__
 
         @functools.wraps(method)
-        def called(self: Trains, *args: Any, **named: Any) -> Any:
+        def called(self: CollectiveCaller, *args: Any, **named: Any) -> Any:
             inner = bool(activity.call)
             with calling(call, self.steps + 1, phase):
                 if not inner:

@@ -14,44 +14,46 @@ import torch.distributed as dist
 from echelon.base.environment import VERIFY
 from echelon.base.errors import UsageError
 from echelon.data.checksums import batch_checksum
-from echelon.data.fingerprint import Likeness
+from echelon.data.fingerprint import DatasetFingerprint
 from echelon.data.unsharded_loaders import loader_watch
 from echelon.distributed.activity import activity, calling
-from echelon.distributed.mesh_groups import Grid
-from echelon.distributed.peer_errors import peers_explained
-from echelon.distributed.process_groups import Groups
+from echelon.distributed.mesh_groups import MeshGroups
+from echelon.distributed.peer_errors import translate_peer_errors
+from echelon.distributed.process_groups import ProcessGroups
 from echelon.distributed.world import World
-from echelon.engine.collective_calls import PER_STEP, RollCall, agree_on_batch
+from echelon.engine.collective_calls import PER_STEP, RollCall, check_same_batch
 from echelon.observability.stall.diagnose import FORWARD
 from echelon.plan import Plan
 
 if TYPE_CHECKING:
-    from echelon.parallel.data.local_sgd import LocalSteps
+    from echelon.parallel.data.local_sgd import LocalSgdAverager
 
 CLOSED = "the engine is closed and trains no more; call distribute() for another"
 
 
-class Company:
+class ConsistencyChecker:
     """step: the one that this rank is in, or is about to begin
     warn: told what ranks hardly mean to do
     """
 
-    def __init__(self, world: World, groups: Groups, step: Callable[[], int], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, world: World, groups: ProcessGroups, step: Callable[[], int], warn: Callable[[str], None]
+    ) -> None:
         self._rank, self._step, self._warn = world.rank, step, warn
-        self._data: list[Callable[[], Likeness | None]] = []  # that ranks have not compared yet
+        self._data: list[Callable[[], DatasetFingerprint | None]] = []  # that ranks have not compared yet
         self._replica: int | None = None  # known with the plan
         self.is_fed: Callable[[str], bool] = lambda call: True  #: True where the batch comes from engine.loader()
-        self._groups: Groups | None = groups  # None when closed
+        self._groups: ProcessGroups | None = groups  # None when closed
         limit = timedelta(seconds=world.timeout)
         self._roll = RollCall(partial(groups.new, None, "gloo", limit) if world.control is not None else None)
-        self._local: LocalSteps | None = None  # ranks step alone, and answer the roll when they meet
+        self._local: LocalSgdAverager | None = None  # ranks step alone, and answer the roll when they meet
         self._sharers: Sequence[int] = ()  # the ranks that work on one batch together
         self._strangers: dist.ProcessGroup | None = None  # the same, until they have compared their first batches
         self._has_own_loop = False  # of the user
         self.remarks: list[str] = []  #: lines of this rank's that no rank has said yet
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> ProcessGroups:
         """What makes connections, until they are let go of."""
         if self._groups is None:
             raise UsageError(CLOSED)
@@ -63,7 +65,7 @@ class Company:
         if VERIFY not in os.environ:  # which follows DataLoaders itself
             loader_watch.open()
 
-    def takes(self, plan: Plan, grid: Grid, local: LocalSteps | None) -> None:
+    def takes(self, plan: Plan, grid: MeshGroups, local: LocalSgdAverager | None) -> None:
         """Go by this plan."""
         self._replica = grid.index(*plan.data_axes)
         if plan.in_parts:
@@ -73,7 +75,7 @@ class Company:
         if local is not None:
             local.before_meeting = lambda: self._answer("step")
 
-    def deals_out(self, data: Callable[[], Likeness | None]) -> None:
+    def register_dataset(self, data: Callable[[], DatasetFingerprint | None]) -> None:
         """To all ranks, in training: for the next roll call, if there is one."""
         if not self._roll.silent:
             self._data.append(data)
@@ -85,7 +87,7 @@ class Company:
             return
         sharers = self._sharers if call == "step" and self._strangers is None else ()
         which = named.get("optimizer", args[0] if args else None) if call == "update" else None
-        with peers_explained(self.here):
+        with translate_peer_errors(self.here):
             self._answer(call, repr(which) if which else "", (args, named), sharers)
 
     def attend(self, layer: str, call: str = FORWARD) -> None:
@@ -98,11 +100,11 @@ class Company:
         trains = call != FORWARD or torch.is_grad_enabled()
         if activity.call or (self._has_own_loop and self._roll.silent and trains):
             return
-        with peers_explained(self.here), calling(call, self._step(), call):
+        with translate_peer_errors(self.here), calling(call, self._step(), call):
             self._answer(call, f"batch norm '{layer}' in training mode")
 
     def _answer(self, call: str, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
-        data: list[Likeness | None] = []
+        data: list[DatasetFingerprint | None] = []
         if call in ("step", "update"):  # by now every rank has made its loaders
             data, self._data = [look() for look in self._data], []
         remark = self._roll.answer(call, self._step(), what, batch, sharers, data, self._fed(call, batch))
@@ -122,17 +124,17 @@ class Company:
         """Once, in the first step: ranks that work on one batch together must have been given the same."""
         if self._strangers is not None:
             group, self._strangers = self._strangers, None
-            agree_on_batch(batch, group, self._sharers)
+            check_same_batch(batch, group, self._sharers)
 
     def next_meeting(self) -> int:
         """The next step that no rank can finish without all others."""
         return self._step() if self._local is None else self._local.next_meeting(self._step() - 1)
 
-    def explained(self) -> peers_explained:
+    def explained(self) -> translate_peer_errors:
         """Around what talks to other ranks."""
         if self._groups is None:
             raise UsageError(CLOSED)
-        return peers_explained(self.here)
+        return translate_peer_errors(self.here)
 
     def here(self) -> str:
         return f"step {self._step()}, rank {self._rank}"

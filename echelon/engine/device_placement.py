@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.base.mesh import coordinates
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import within
 
 Row = tuple[str, str, str, str]
@@ -16,7 +16,7 @@ _NAMED = 3  #: parameters of a split module that are named because each rank has
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterPlacement:
     """The parts that ranks hold, as far as it is known.
 
     stages: parameter -> the stages that hold it; empty without a pipeline; None before a forward pass was recorded
@@ -53,30 +53,34 @@ class _Devices:
 
 
 def placement_table(
-    marks: Marks, mesh: Mapping[str, int], order: Sequence[int], ranks_per_host: int, held: Held | None = None
+    marks: ModelMarks,
+    mesh: Mapping[str, int],
+    order: Sequence[int],
+    ranks_per_host: int,
+    held: ParameterPlacement | None = None,
 ) -> list[str]:
     """Return one line a marked module, then those of parameters that lie elsewhere; ``|`` divides copies of the model.
 
     Without ``held`` the marks alone are shown.
     """
-    devices, held = _Devices(mesh, order, ranks_per_host), held or Held()
+    devices, held = _Devices(mesh, order, ranks_per_host), held or ParameterPlacement()
     rows = [("module", "ranks", "host:device", "how"), *_marked(marks, held, devices), *_others(marks, held, devices)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
 
 
-def _marked(marks: Marks, held: Held, devices: _Devices) -> Iterator[Row]:
+def _marked(marks: ModelMarks, held: ParameterPlacement, devices: _Devices) -> Iterator[Row]:
     for name in _names(marks):
         stages = _stages_of(name, marks, held)
         if stages is not None:
             yield devices.row(name or "(the model)", stages, [*_how(name, stages, marks, held, devices), held.shared])
 
 
-def _names(marks: Marks) -> list[str]:
+def _names(marks: ModelMarks) -> list[str]:
     return list(dict.fromkeys([*marks.units, *marks.splits, *marks.replicates]))
 
 
-def _stages_of(name: str, marks: Marks, held: Held) -> tuple[int, ...] | None:
+def _stages_of(name: str, marks: ModelMarks, held: ParameterPlacement) -> tuple[int, ...] | None:
     """Return the stages of a marked module; () for all ranks; None where its parameters are on different stages."""
     unit = next((number for unit, number in marks.units.items() if within(name, unit)), None)
     if unit is not None:
@@ -85,7 +89,9 @@ def _stages_of(name: str, marks: Marks, held: Held) -> tuple[int, ...] | None:
     return () if not found else next(iter(found)) if len(found) == 1 else None
 
 
-def _how(name: str, stages: Collection[int], marks: Marks, held: Held, devices: _Devices) -> Iterator[str]:
+def _how(
+    name: str, stages: Collection[int], marks: ModelMarks, held: ParameterPlacement, devices: _Devices
+) -> Iterator[str]:
     yield _staged(stages)
     if name in marks.splits:
         yield f"split {marks.splits[name].how} over {devices.mesh.get('split', 1)}{_whole(name, held)}"
@@ -93,7 +99,7 @@ def _how(name: str, stages: Collection[int], marks: Marks, held: Held, devices: 
         yield "replicated"
 
 
-def _whole(name: str, held: Held) -> str:
+def _whole(name: str, held: ParameterPlacement) -> str:
     """Name the parameters of a split module that every rank of the split axis has whole."""
     inside = [parameter for parameter in held.stages or {} if within(parameter, name)]
     whole = [parameter for parameter in inside if parameter not in held.cut]
@@ -104,7 +110,7 @@ def _whole(name: str, held: Held) -> str:
     return f" ({', '.join(short)}{more} whole)"
 
 
-def _others(marks: Marks, held: Held, devices: _Devices) -> Iterator[Row]:
+def _others(marks: ModelMarks, held: ParameterPlacement, devices: _Devices) -> Iterator[Row]:
     """Yield what is under no mark, and parameters of marked modules that other stages have, too."""
     if held.stages is None:
         yield devices.row("(the rest)", (), ["replicated" if marks.default is None else str(marks.default)])
@@ -118,15 +124,15 @@ def _others(marks: Marks, held: Held, devices: _Devices) -> Iterator[Row]:
         yield devices.row(name, stages, [_staged(stages) or _unstaged(held), held.shared])
 
 
-def _unstaged(held: Held) -> str:
+def _unstaged(held: ParameterPlacement) -> str:
     return "" if held.shared.startswith("in ") else "replicated"
 
 
 def _sorted_out(
-    marks: Marks, stages: Mapping[str, tuple[int, ...]]
+    marks: ModelMarks, stages: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the parameters under no mark, and those that lie elsewhere than the row of their marked module says."""
-    known = Held(stages=stages)
+    known = ParameterPlacement(stages=stages)
     shown = {name: _stages_of(name, marks, known) for name in _names(marks)}
     rest, apart = {}, {}
     for parameter, where in stages.items():

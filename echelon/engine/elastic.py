@@ -12,7 +12,7 @@ from echelon.base.environment import ELASTIC
 from echelon.base.errors import UsageError
 from echelon.data.order import block
 from echelon.plan.axes import refit, words
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Split
 from echelon.strategy.annotations.slices import Slices
 
@@ -56,7 +56,7 @@ def rule_in_force(given: Elastic | None, by_servers: bool) -> Elastic | None:
     return given or (Elastic() if os.environ.get(ELASTIC) else None)
 
 
-class Beginning:
+class ElasticState:
     """What training began with. It is part of the training's state, and the rule measures by it."""
 
     def __init__(self, rule: Elastic | None, ranks: int) -> None:
@@ -146,9 +146,9 @@ def shares(total: int, replicas: int) -> str:
     return f"{rest} x {most + 1} + {replicas - rest} x {most}"
 
 
-def fitted(
-    rule: Elastic | None, marks: Marks, cluster: Slices, ranks: int, ranks_per_host: int
-) -> tuple[Marks, Slices, str | None]:
+def fit_to_ranks(
+    rule: Elastic | None, marks: ModelMarks, cluster: Slices, ranks: int, ranks_per_host: int
+) -> tuple[ModelMarks, Slices, str | None]:
     """Marks and cluster for the nearest shape that ``ranks`` can have, and a line where it is not the one asked for."""
     if rule is None:
         return marks, cluster, None
@@ -171,7 +171,7 @@ def _covering(cluster: Slices, ranks: int) -> Slices:
     return Slices(average=len(listed[0]))
 
 
-def _merged(marks: Marks, stages: int) -> Marks:
+def _merged(marks: ModelMarks, stages: int) -> ModelMarks:
     """The same marks with fewer stages: neighbours become one. Speeds given for stages mean nothing then."""
     pipeline = marks.pipeline
     if pipeline is None or marks.stages == stages:

@@ -15,15 +15,15 @@ from echelon.base.errors import UsageError
 from echelon.distributed.activity import calling
 from echelon.distributed.replicas import average
 from echelon.distributed.world import World
-from echelon.engine.consistency import Company
-from echelon.engine.replica_sync import OneModel
+from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.replica_sync import ReplicaSync
 from echelon.engine.whole_model import assembled_state
-from echelon.parallel.weight_average import Averages, Ema
+from echelon.parallel.weight_average import Ema, EmaWeights
 
 if TYPE_CHECKING:
-    from echelon.engine.checkpointing import Keeper
-    from echelon.engine.parallelize import Parts
-    from echelon.parameter_server.worker.session import Served
+    from echelon.engine.checkpointing import CheckpointManager
+    from echelon.engine.parallelize import ParallelModel
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
 
 class MovingAverage:
@@ -35,18 +35,18 @@ class MovingAverage:
     def __init__(
         self,
         world: World,
-        company: Company,
-        one: OneModel,
-        keeper: Keeper,
-        served: Served | None,
+        company: ConsistencyChecker,
+        one: ReplicaSync,
+        keeper: CheckpointManager,
+        served: ParameterServerSession | None,
         steps: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
         self._world, self._company, self._one, self._keeper = world, company, one, keeper
         self._served, self._steps, self._say = served, steps, say
         self._settings: Ema | None = None
-        self._parts: Parts | None = None
-        self.averages: Averages | None = None  #: from the call on, once the model is assembled
+        self._parts: ParallelModel | None = None
+        self.averages: EmaWeights | None = None  #: from the call on, once the model is assembled
         self._is_applied = False
         self._told = False  # of an average that a checkpoint had and this run has not
 
@@ -71,7 +71,7 @@ class MovingAverage:
             self._begin(settings, self._parts)
         return self
 
-    def takes(self, parts: Parts) -> None:
+    def takes(self, parts: ParallelModel) -> None:
         """Go by these parts; what was asked for before can begin."""
         self._parts = parts
         if self._settings is not None:
@@ -147,15 +147,15 @@ class MovingAverage:
                 "are not saved again; call engine.ema(...) after distribute() to go on with them"
             )
 
-    def _begin(self, settings: Ema, parts: Parts) -> None:
-        averages = Averages(settings, parts.holdings, _exact_weights(parts.optimizers))
+    def _begin(self, settings: Ema, parts: ParallelModel) -> None:
+        averages = EmaWeights(settings, parts.holdings, _exact_weights(parts.optimizers))
         stored = self._keeper.average_from(self._steps())
         if stored is not None:
             averages.restore(stored)
             self._say(f"ema: resumed after {averages.updates} updates")
         self.averages = self._keeper.average = averages
 
-    def _begun(self) -> Averages:
+    def _begun(self) -> EmaWeights:
         if self.averages is None and self._settings is None:
             raise UsageError("engine.ema: there is no average; call engine.ema(decay=0.999) before training")
         if self.averages is None:

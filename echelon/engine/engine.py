@@ -17,56 +17,56 @@ from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.data import Loader
 from echelon.data.torch_loader import loader_request, refuse_unnamed
 from echelon.distributed.activity import activity
-from echelon.distributed.local_state import Holdings
-from echelon.distributed.mesh_groups import Grid
-from echelon.distributed.process_groups import Groups
+from echelon.distributed.local_state import LocalState
+from echelon.distributed.mesh_groups import MeshGroups
+from echelon.distributed.process_groups import ProcessGroups
 from echelon.distributed.replicas import broadcast_state
 from echelon.distributed.world import World, seed_for_rank
-from echelon.engine.checkpointing import Keeper
-from echelon.engine.collective_calls import agree, together
-from echelon.engine.consistency import Company
-from echelon.engine.elastic import Beginning, Elastic
+from echelon.engine.checkpointing import CheckpointManager
+from echelon.engine.collective_calls import check_same_plan, collective_call
+from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.elastic import Elastic, ElasticState
 from echelon.engine.ema import MovingAverage
-from echelon.engine.forward_backward import TrainingPasses, refuse_own_loop
-from echelon.engine.in_memory.checkpointer import Memories
+from echelon.engine.forward_backward import ForwardBackward, refuse_own_loop
+from echelon.engine.in_memory.checkpointer import MemoryCheckpointer
 from echelon.engine.leftover_batches import epoch_leftover, run_leftover
-from echelon.engine.loaders import Feeding
+from echelon.engine.loaders import LoaderFactory
 from echelon.engine.local_gradients import LocalGradients
-from echelon.engine.lr_schedules import AnyScheduler, Schedules
+from echelon.engine.lr_schedules import AnyScheduler, LRSchedulers
 from echelon.engine.own_loop import OwnLoop
-from echelon.engine.parallelize import Parts, assemble
-from echelon.engine.preemption import Leaving
+from echelon.engine.parallelize import ParallelModel, parallelize
+from echelon.engine.preemption import PreemptionHandler
 from echelon.engine.replace_optimizers import replaced_decay
 from echelon.engine.replica_buffers import replica_buffers
-from echelon.engine.replica_sync import OneModel
-from echelon.engine.resume import Resuming
-from echelon.engine.shutdown import Ending
+from echelon.engine.replica_sync import ReplicaSync
+from echelon.engine.resume import StateRestorer
+from echelon.engine.shutdown import ExitHook
 from echelon.engine.startup_log import announcement, placement
-from echelon.engine.update import Updates
+from echelon.engine.update import OptimizerUpdate
 from echelon.engine.whole_model import whole_state
 from echelon.fastpath.fast_path import FastPath, fast_path, prepare
-from echelon.observability.metrics import Log, Watch
-from echelon.observability.metrics.run_logger import Voice
+from echelon.observability.metrics import Log, MetricsLogger
+from echelon.observability.metrics.run_logger import RunLogger
 from echelon.observability.runlog.events import Kind
-from echelon.observability.runlog.recorder import Recorder
-from echelon.observability.trace.session import Recording, asked_for
+from echelon.observability.runlog.run_log_writer import RunLogWriter
+from echelon.observability.trace.trace_session import TraceSession, requested_session
 from echelon.optim.grad_scaler import check_precision
-from echelon.parallel.data.batch_norm import idle
+from echelon.parallel.data.batch_norm import stand_in_batch
 from echelon.parallel.data.batch_rows import BatchRows
-from echelon.parallel.data.global_loss import StagedTally, Tally
-from echelon.parallel.evaluate import Judged, Metric, evaluate
+from echelon.parallel.data.global_loss import GlobalLoss, PipelineGlobalLoss
+from echelon.parallel.evaluate import EvalOutput, Metric, evaluate
 from echelon.parallel.kv_cache import CacheSwitch
 from echelon.parallel.lr_scaling import rate_factor
 from echelon.parallel.objective import LossFunction, Objective, as_batch, count_samples
 from echelon.parallel.step_guard import StepGuard
 from echelon.plan import Plan
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 
 if TYPE_CHECKING:
-    from echelon.parallel.data.local_sgd import LocalSteps
-    from echelon.parameter_server.worker.session import Served
+    from echelon.parallel.data.local_sgd import LocalSgdAverager
+    from echelon.parameter_server.worker.session import ParameterServerSession
     from echelon.plan.saved_plan import SavedPlan
-    from echelon.planner.apply.auto import Choosing
+    from echelon.planner.apply.auto import AutoPlanner
     from echelon.planner.apply.trial import Trial
 
 
@@ -76,17 +76,17 @@ class Engine(OwnLoop):
     def __init__(
         self,
         world: World,
-        groups: Groups,
+        groups: ProcessGroups,
         model: nn.Module,
         loss: LossFunction | None,
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Sequence[AnyScheduler],
         plan: Plan,
-        marks: Marks,
+        marks: ModelMarks,
         checkpoint: Checkpoint | None,
         log: Log,
-        served: Served | None = None,
-        choosing: Choosing | None = None,
+        served: ParameterServerSession | None = None,
+        choosing: AutoPlanner | None = None,
         elastic: Elastic | None = None,
         trial: Trial | None = None,
     ) -> None:
@@ -94,63 +94,67 @@ class Engine(OwnLoop):
         self.served = served  #: parameter servers' part, where tables or parameters live there
         self.worker = served.worker if served and served.dense else world.rank  #: which of those that train this is
         self.trial = trial  #: in a process that only times a candidate of ``auto``
-        self._schedules = Schedules(schedulers, optimizers.values(), self.say)
+        self._schedules = LRSchedulers(schedulers, optimizers.values(), self.say)
         #: of the model in the last ``step(..., outputs=True)``; None on a pipeline's other stages
         self.output: Any = None
         self.steps = 0  #: updates so far, those that an overflow skipped included
         self.total_steps: int | None = None  #: for the console, where the loop ends before its epochs do
         self.optimizers = dict(optimizers)  #: what takes the steps
-        self._company = Company(world, groups, lambda: self.steps + 1, lambda line: self.say(line, "warning"))
+        self._company = ConsistencyChecker(
+            world, groups, lambda: self.steps + 1, lambda line: self.say(line, "warning")
+        )
         self.answer_roll = self._company.answer_roll  #: before each call that all ranks make together
-        self._one = OneModel(model, self._company, served)
+        self._one = ReplicaSync(model, self._company, served)
         self._given, self._judged_by = optimizers, loss  # what the user made, and schedules drive
         self._guard = StepGuard(optimizers.values(), alone=world.size == 1 and served is None, say=self.say)
         self._choosing = choosing  # with ``auto``, until the plan is found
-        self._parts: Parts | None = None  # until ``assemble``
+        self._parts: ParallelModel | None = None  # until ``parallelize``
         self._fast: FastPath | None = None
         self._caches: CacheSwitch | None = None  # until ``begin``
-        self._local: LocalSteps | None = None
+        self._local: LocalSgdAverager | None = None
         self._loader: Loader | None = None
-        self._leaving: Leaving | None = None
-        self._log, self._watch = log, Watch(log, world.device, self.worker)
+        self._leaving: PreemptionHandler | None = None
+        self._log, self._watch = log, MetricsLogger(log, world.device, self.worker)
         self._clock = self._watch.clock
-        self._timeline: Recording | None = asked_for(log, self._watch.directory)
-        self.record = Recorder(self._watch.directory, self.worker)  #: what the run writes down of itself
-        self._voice = Voice(self._watch, self.record, speaks=self.worker == 0)
-        self._beginning = Beginning(elastic, world.size)
+        self._timeline: TraceSession | None = requested_session(log, self._watch.directory)
+        self.record = RunLogWriter(self._watch.directory, self.worker)  #: what the run writes down of itself
+        self._voice = RunLogger(self._watch, self.record, speaks=self.worker == 0)
+        self._beginning = ElasticState(elastic, world.size)
         self._take(plan, marks)
-        self._keeper = Keeper(world, self.stream, self._schedules, checkpoint)
+        self._keeper = CheckpointManager(world, self.stream, self._schedules, checkpoint)
         self._keeper.beginning = self._beginning
         self._keeper.saved = self._voice.saved
         self._keeper.claims.say, self._keeper.claims.writes = self.say, self.worker == 0
         rooms = self._keeper, self._company, self._one.has_local_statistics, self.say
         traceless = trial is not None or served is not None  # servers keep a journal of their own
-        self._memories = None if traceless else Memories.find(world, *rooms)
-        self._resuming = Resuming(world, self._keeper, served, self._memories, self._voice)
+        self._memories = None if traceless else MemoryCheckpointer.find(world, *rooms)
+        self._resuming = StateRestorer(world, self._keeper, served, self._memories, self._voice)
         #: a moving average of the weights: ``engine.ema(decay=0.999)`` begins it
         self.ema = MovingAverage(world, self._company, self._one, self._keeper, served, lambda: self.steps, self.say)
-        self._ending = Ending(self._finish)
+        self._ending = ExitHook(self._finish)
 
-    def _take(self, plan: Plan, marks: Marks, found: SavedPlan | None = None) -> None:
+    def _take(self, plan: Plan, marks: ModelMarks, found: SavedPlan | None = None) -> None:
         self.plan, self._marks = plan, marks
         self.found = found  #: the plan as it was found (``auto``, a saved plan); None where marks and strategy said all
-        self._grid = Grid(plan.mesh, plan.order, self.world.rank, self._company.groups)
+        self._grid = MeshGroups(plan.mesh, plan.order, self.world.rank, self._company.groups)
         self.place = self._grid.at  #: this rank's index along every axis of the mesh
         #: which of the random streams this rank has; ranks that share a batch compute the same, dropout included
         self.stream = self.worker if plan.spread or self.world.size == 1 else self._grid.ranks("split")[0]
         self._objective = Objective(self.model, self._judged_by, plan.amp, self.world.device)
         self._notices = replaced_decay(plan, self._given)
-        self._feeding = Feeding(self.world, plan, self._grid, self._beginning, self.served, by_rank=found is not None)
+        self._feeding = LoaderFactory(
+            self.world, plan, self._grid, self._beginning, self.served, by_rank=found is not None
+        )
         self._company.is_fed = self._feeding.is_fed
         self._one.takes(plan, self._grid)
         alone = self.served is not None and self.served.dense and self.served.workers > 1
         self._rows = BatchRows(plan, self._grid, alone)
 
-    def begin(self, plan: Plan, marks: Marks, batch: Any = None, found: SavedPlan | None = None) -> None:
+    def begin(self, plan: Plan, marks: ModelMarks, batch: Any = None, found: SavedPlan | None = None) -> None:
         """Go by this plan, on all ranks together: at once, or with ``auto`` when it has been ``found``."""
         check_precision(plan.amp, self.world.device)
         if self.world.control is not None:
-            agree(plan, self.world.control)
+            check_same_plan(plan, self.world.control)
             self._company.meet()
             broadcast_state(self.model)
         self._take(plan, marks, found)
@@ -172,7 +176,7 @@ class Engine(OwnLoop):
         """Give this rank its part of the model. A pipeline needs a batch for it: it is cut by recording a forward."""
         prepare(self.model, self.plan.fast)
         what = self.model, self._objective, self._given, self.plan, self._marks, batch
-        parts = assemble(self.world, self._company, self._grid, *what)
+        parts = parallelize(self.world, self._company, self._grid, *what)
         self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
         self._gradients, self._local = parts.gradients, parts.local
         if self.plan.lean is not None:
@@ -187,12 +191,12 @@ class Engine(OwnLoop):
                 self._watch.say(line)
         if self.served is not None:
             self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
-            self.served.blob = lambda: self._keeper.leave_behind(self.steps + 1)
+            self.served.blob = lambda: self._keeper.pack_worker_state(self.steps + 1)
             self._ending.comes_first()  # while the links are open
         self.steps = self._resuming.takes(parts, self.steps)
         self.record.assembled(self)
 
-    def _furnish(self, parts: Parts) -> None:
+    def _furnish(self, parts: ParallelModel) -> None:
         """Give the rooms what they work with."""
         plan, grid = parts.plan, self._grid
         group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else []))  # who knows of one global loss
@@ -201,10 +205,10 @@ class Engine(OwnLoop):
         self._fast = fast_path(plan, self.model, self._objective, self._given, self.say)
         work = parts, self._objective, self._fast, group
         self._rows.open()
-        self._passes = TrainingPasses(
+        self._passes = ForwardBackward(
             self.world, grid, *work, self._clock, self._rows, self.say, self.served is not None
         )
-        self._updates = Updates(
+        self._updates = OptimizerUpdate(
             self.world, self._given, self._schedules, self.served, parts, self._company, self._guard
         )
         self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, self.say)
@@ -218,7 +222,7 @@ class Engine(OwnLoop):
 
     # ---- training ----
 
-    @together("data")
+    @collective_call("data")
     def step(self, *batch: Any, samples: float | None = None, outputs: bool = False, **named: Any) -> Tensor:
         """Forward, backward, reduce, clip, update. Returns the mean loss over the global batch.
 
@@ -243,7 +247,7 @@ class Engine(OwnLoop):
             self._ask_outputs(outputs)
             self._schedules.before_pass(self._epoch)
             # rows of sparse tables are there before the forward pass, and stay until the update
-            with idle(rows == 0), self.served.step(inputs) if self.served else contextlib.nullcontext():
+            with stand_in_batch(rows == 0), self.served.step(inputs) if self.served else contextlib.nullcontext():
                 tally = self._pass(inputs, rows, samples)
             if outputs:
                 self._take_outputs(inputs)
@@ -269,7 +273,7 @@ class Engine(OwnLoop):
         """Whether ``backward`` has been called."""
         return self._passes.has_own_loop
 
-    @together("communicate")
+    @collective_call("communicate")
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.
 
@@ -285,7 +289,7 @@ class Engine(OwnLoop):
         self._clock.lap("communicate")
         self._apply(chosen, tally)
 
-    @together("evaluate")
+    @collective_call("evaluate")
     def evaluate(
         self,
         data: Any,
@@ -310,7 +314,7 @@ class Engine(OwnLoop):
         self._watch.note({"step": self.steps, **{f"{prefix}{name}": value for name, value in results.items()}})
         return results
 
-    @together("communicate")
+    @collective_call("communicate")
     def synchronize(self) -> None:
         """Make the model what it is for all: where replicas step alone (localsgd) their average; where servers hold the
         parameters, theirs. Else replicas are equal already."""
@@ -330,12 +334,12 @@ class Engine(OwnLoop):
             self.say(origin)
         batch_size, global_batch = self._beginning.sizes(batch_size, global_batch)
         if self._choosing is not None:
-            self._choosing.by_data(self, dataset, batch_size, global_batch, options)
+            self._choosing.plan_from_data(self, dataset, batch_size, global_batch, options)
         ahead = self.served.ahead if self.served else None
         loader = self._feeding.training(dataset, batch_size, global_batch, self.say, ahead, options)
         self._keeper.register(loader)
         self._loader = loader if self._loader is None else self._loader
-        self._company.deals_out(loader.likeness)
+        self._company.register_dataset(loader.likeness)
         self._tell(epoch_leftover(loader, self.plan.gradient_merge))
         if self.found is not None and self.found.draft.batch != loader.global_batch:
             self.say(f"the plan was made for a global batch of {self.found.draft.batch}; another may be quicker here")
@@ -358,7 +362,7 @@ class Engine(OwnLoop):
 
     # ---- keeping ----
 
-    @together("save")
+    @collective_call("save")
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
         self._assembled()
@@ -368,7 +372,7 @@ class Engine(OwnLoop):
         with self._one.shown():
             return self._keeper.save(directory, self.steps, own, wait, self.served)
 
-    @together("communicate")
+    @collective_call("communicate")
     def whole_state(self) -> dict[str, Tensor]:
         """All parameters and buffers of the model by name, whole, in host memory, on every rank. All ranks call it.
 
@@ -378,7 +382,7 @@ class Engine(OwnLoop):
         with self._company.explained(), self._one.shown():
             return whole_state(parts.holdings, self.world.control, self.plan.in_parts or self.plan.shard is not None)
 
-    @together("load")
+    @collective_call("load")
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
         self.ema.refuse("engine.load()")
@@ -407,9 +411,9 @@ class Engine(OwnLoop):
 
     def heed_signals(self) -> None:
         """From now on, SIGTERM and SIGUSR1 to any rank let all of them save and leave after the same step."""
-        self._leaving = Leaving(self.world, self.worker)
+        self._leaving = PreemptionHandler(self.world, self.worker)
 
-    def _leave(self, leaving: Leaving) -> NoReturn:
+    def _leave(self, leaving: PreemptionHandler) -> NoReturn:
         """Save and end this process, on all ranks after the same step. A worker of servers leaves by itself."""
         if self._memories is not None:
             self._memories.after(self.steps, at_once=True)
@@ -436,9 +440,9 @@ class Engine(OwnLoop):
 
     # ---- inside a step ----
 
-    def _assembled(self, batch: Any = None) -> Parts:
+    def _assembled(self, batch: Any = None) -> ParallelModel:
         if self._choosing is not None and batch is not None:
-            self._choosing.by_batch(self, batch)
+            self._choosing.plan_from_batch(self, batch)
         self._need_plan()
         if self._parts is None:
             if batch is None:
@@ -471,7 +475,7 @@ class Engine(OwnLoop):
         at_once = self._assembled().staged is None
         self.output = gathered.latest() if at_once else gathered.together(count_samples(inputs))
 
-    def _pass(self, inputs: Any, rows: float, samples: float | None = None) -> Tally | StagedTally:
+    def _pass(self, inputs: Any, rows: float, samples: float | None = None) -> GlobalLoss | PipelineGlobalLoss:
         return self._passes.run(inputs, rows, samples, self.steps, self._loss)
 
     def _loss(self, inputs: Any) -> Tensor:
@@ -480,12 +484,12 @@ class Engine(OwnLoop):
         except LossError as error:
             raise LossError(f"{self._company.here()}: {error}") from None
 
-    def _judge(self, batch: Any) -> list[Judged]:
+    def _judge(self, batch: Any) -> list[EvalOutput]:
         self._assembled(batch)
         with self._company.explained():
             return self._passes.judge(batch)
 
-    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: Tally | StagedTally) -> Tensor:
+    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
         """Use gradients that are ready. Returns the loss of the update."""
         samples, loss = self._examples(), self._passes.update_loss(tally)
         averages = self.ema.averages
@@ -558,7 +562,7 @@ class Engine(OwnLoop):
         return self._assembled().scaler.skipped
 
     @property
-    def holdings(self) -> Holdings | None:
+    def holdings(self) -> LocalState | None:
         """What of the model this rank has; None until a pipeline's first batch has cut it."""
         return self._parts.holdings if self._parts is not None else None
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import activity
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.world import World
 from echelon.engine.replica_buffers import ReplicaBuffers
 from echelon.fastpath.fast_path import FastPath, plain_pass
-from echelon.observability.metrics.finite_loss import Losses
-from echelon.observability.metrics.step_clock import Clock
+from echelon.observability.metrics.finite_loss import FiniteLossCheck
+from echelon.observability.metrics.step_clock import StepClock
 from echelon.parallel.data.batch_rows import BatchRows
-from echelon.parallel.data.global_loss import StagedTally, TakesAlong, Tally
-from echelon.parallel.evaluate import Judged, evaluate_batch
+from echelon.parallel.data.global_loss import GlobalLoss, PiggybackSum, PipelineGlobalLoss
+from echelon.parallel.evaluate import EvalOutput, evaluate_batch
 from echelon.parallel.loss.loss_reduction import Count
 from echelon.parallel.loss.loss_weights import EvaluationWeights, LossWeights, MicroBatchWeights, say_once
 from echelon.parallel.loss.own_loop_counts import MEAN_CODE, SUM_CODE, OwnLoopCounts
@@ -28,8 +28,8 @@ from echelon.parallel.objective import Objective, scalar
 from echelon.plan import Plan
 
 if TYPE_CHECKING:
-    from echelon.engine.parallelize import Parts
-    from echelon.parallel.pipeline.pipeline_runner import MicroBatches, Staged
+    from echelon.engine.parallelize import ParallelModel
+    from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
 
 
 def refuse_own_loop(plan: Plan, served: bool) -> None:
@@ -42,7 +42,7 @@ def refuse_own_loop(plan: Plan, served: bool) -> None:
         raise UsageError("gradient_merge belongs to engine.step(); in your own loop call engine.update() less often")
 
 
-class TrainingPasses:
+class ForwardBackward:
     """As the plan says: at once, by the fast path, or micro-batch by micro-batch through a pipeline.
 
     group: who shares every step; None where ranks step alone
@@ -51,18 +51,18 @@ class TrainingPasses:
     def __init__(
         self,
         world: World,
-        grid: Grid,
-        parts: Parts,
+        grid: MeshGroups,
+        parts: ParallelModel,
         objective: Objective,
         fast: FastPath | None,
         group: dist.ProcessGroup | None,
-        clock: Clock,
+        clock: StepClock,
         rows: BatchRows,
         say: Callable[[str], None],
         served: bool,
     ) -> None:
         self._device, self._objective, self._clock = world.device, objective, clock
-        self.losses = Losses(world.rank, on_gpu=world.device.type == "cuda")
+        self.losses = FiniteLossCheck(world.rank, on_gpu=world.device.type == "cuda")
         self.losses.group = world.control if group else None
         self._gradients, self._scaler, self._staged = parts.gradients, parts.scaler, parts.staged
         self._group, self._fast = group, fast
@@ -82,7 +82,9 @@ class TrainingPasses:
         self.buffers: ReplicaBuffers | None = None  #: of replicas that share every step
         self._given = torch.zeros(())  # sum of the losses that ``add`` was given since ``reduce``
         self._told: list[float | None] = []  # and the samples, each time
-        self._early: tuple[frozenset[str], Tally] | None = None  # of ``reduce_early``: which optimizers, what it found
+        self._early: tuple[frozenset[str], GlobalLoss] | None = (
+            None  # of ``reduce_early``: which optimizers, what it found
+        )
         self.has_run = False  #: a pass of ``engine.step``
         self._early_samples = 1.0  # what this rank counted for in the last ``reduce``
         self._rows = rows
@@ -94,7 +96,7 @@ class TrainingPasses:
 
     def run(
         self, batch: Any, rows: float, samples: float | None, step: int, forward: Callable[[Any], Tensor]
-    ) -> Tally | StagedTally:
+    ) -> GlobalLoss | PipelineGlobalLoss:
         """A pass of ``step``; the last of those that are merged for an update reduces gradients too.
 
         rows:    of the batch; 0 for a stand-in
@@ -103,7 +105,7 @@ class TrainingPasses:
         """
         self._rows.begin()
         if self._staged is None:
-            tally: Tally | StagedTally = self._at_once(batch, rows, samples, step, forward)
+            tally: GlobalLoss | PipelineGlobalLoss = self._at_once(batch, rows, samples, step, forward)
         else:
             tally = self._by_stages(batch, rows, samples, step, self._staged)
         self._note(step, tally)
@@ -131,7 +133,7 @@ class TrainingPasses:
         self._gradients.add_local(scalar(loss), 1.0 if samples is None else samples)
         self._given = self._given + loss.detach()
 
-    def reduce(self, optimizers: Collection[str], samples: float | None, step: int) -> Tally:
+    def reduce(self, optimizers: Collection[str], samples: float | None, step: int) -> GlobalLoss:
         """What has been added, for these optimizers; this rank counts in the mean as ``samples``."""
         if self._early is not None:
             tally, self._early = self._reduced(optimizers, samples), None
@@ -160,7 +162,7 @@ class TrainingPasses:
         self.own_counts.clear()
         return tally
 
-    def _tally_own(self, samples: float | None) -> tuple[Count, Tally]:
+    def _tally_own(self, samples: float | None) -> tuple[Count, GlobalLoss]:
         """Return what this rank's losses count for in the mean, and that mean.
 
         Ranks that do not say it count for what their losses average over, if every one of them knows that; else alike.
@@ -168,12 +170,12 @@ class TrainingPasses:
         loss, is_sum = self._given.to(self._device), self._loss_weights.is_sum
         if samples is not None or self._group is None or is_sum:
             weight = 1.0 if samples is None else samples
-            return weight, Tally(loss, weight, weight, is_sum, self._group)
+            return weight, GlobalLoss(loss, weight, weight, is_sum, self._group)
         own = self.own_counts.known
-        tally = Tally(loss, own.count, own.code, False, self._group)
+        tally = GlobalLoss(loss, own.count, own.code, False, self._group)
         if tally.rows == self._replicas * MEAN_CODE:
             return own.count, tally
-        return 1.0, Tally(loss, 1.0, 1.0, bool(tally.rows == self._replicas * SUM_CODE), self._group)
+        return 1.0, GlobalLoss(loss, 1.0, 1.0, bool(tally.rows == self._replicas * SUM_CODE), self._group)
 
     @property
     def is_local(self) -> bool:
@@ -192,7 +194,7 @@ class TrainingPasses:
         elif self.is_local:
             self._early = frozenset(optimizers), self.reduce(optimizers, samples, step)
 
-    def _reduced(self, optimizers: Collection[str], samples: float | None) -> Tally:
+    def _reduced(self, optimizers: Collection[str], samples: float | None) -> GlobalLoss:
         """What ``reduce_early`` has found, if it was for these optimizers and as many samples."""
         assert self._early is not None
         known, tally = self._early
@@ -208,13 +210,13 @@ class TrainingPasses:
             )
         return tally
 
-    def update_loss(self, tally: Tally | StagedTally) -> Tensor:
+    def update_loss(self, tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
         """Return the loss of an update, whose last pass is ``tally``'s: the mean over all passes merged for it."""
         if self._merges == 1:
             return tally.loss
         return torch.as_tensor(self._gradients.loss, device=tally.local.device).to(tally.local.dtype)
 
-    def judge(self, batch: Any) -> list[Judged]:
+    def judge(self, batch: Any) -> list[EvalOutput]:
         """Output and loss of a batch; of a pipeline, micro-batch by micro-batch, where the last stage is.
 
         It counts on the rank that speaks for it. Others have it too, since metrics of split outputs take all of them.
@@ -228,7 +230,7 @@ class TrainingPasses:
 
     def _at_once(
         self, batch: Any, rows: float, samples: float | None, step: int, forward: Callable[[Any], Tensor]
-    ) -> Tally:
+    ) -> GlobalLoss:
         if activity.recorder is not None and activity.recorder.arguments is None:
             activity.recorder.arguments = self._objective.arguments(batch)
         loss, backward = self._pass(batch, forward)
@@ -239,7 +241,7 @@ class TrainingPasses:
             self._has_agreed = True
             self._loss_weights.agree(self._group, self._device)
             count = self._count(main, rows, samples)
-        tally = Tally(loss, count, rows, self._loss_weights.is_sum, self._group, self._ride(count))
+        tally = GlobalLoss(loss, count, rows, self._loss_weights.is_sum, self._group, self._ride(count))
         self._gradients.add(lambda: backward(self._gradients.weigh(count)), tally, self._clock, step)
         return tally
 
@@ -253,20 +255,20 @@ class TrainingPasses:
             self._fast.stop_graphs()
         return count
 
-    def _ride(self, count: Count) -> TakesAlong | None:
+    def _ride(self, count: Count) -> PiggybackSum | None:
         return None if isinstance(count, Tensor) else self._gradients.ride
 
     def _by_stages(
-        self, batch: Any, rows: float, samples: float | None, step: int, staged: Staged | MicroBatches
-    ) -> StagedTally:
+        self, batch: Any, rows: float, samples: float | None, step: int, staged: PipelineRunner | MicroBatchRunner
+    ) -> PipelineGlobalLoss:
         expected = rows if samples is None else samples
         ahead = self._gradients.counts_first
-        tally = StagedTally(expected, rows, self._is_last, self._group, self._device, ahead)
+        tally = PipelineGlobalLoss(expected, rows, self._is_last, self._group, self._device, ahead)
         weighing = MicroBatchWeights(self._gradients, self._loss_weights, self._objective.main_loss, rows, samples)
         self._gradients.add(lambda: tally.close(staged.train(batch, weighing)), tally, self._clock, step, staged.passes)
         return tally
 
-    def _note(self, step: int, tally: Tally | StagedTally) -> None:
+    def _note(self, step: int, tally: GlobalLoss | PipelineGlobalLoss) -> None:
         """Raise on every rank, before the update, when the global loss is not finite.
 
         With a loss scale that is an overflow like others: its gradients are not finite, and the step is skipped.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from echelon.data import Loader
-from echelon.data.data_source import UnknownLength
+from echelon.data.data_source import UnknownLengthError
 
 
 def epoch_leftover(loader: Loader, merge: int) -> str | None:
     """A line where the batches of an epoch do not make up whole updates."""
     try:
         batches = len(loader)
-    except UnknownLength:
+    except UnknownLengthError:
         return None
     rest = batches % merge
     if not rest:

@@ -14,14 +14,14 @@ from echelon.data.hugging_face import has_columns, refuse_whole
 from echelon.data.loader import reads_apart
 from echelon.data.order import per_replica
 from echelon.data.torch_loader import is_torch_loader, loader_request
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.world import World
-from echelon.engine.elastic import Beginning, shares
+from echelon.engine.elastic import ElasticState, shares
 from echelon.parallel.objective import count_samples, has_rows
 from echelon.plan import Plan
 
 if TYPE_CHECKING:
-    from echelon.parameter_server.worker.session import Served
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
 
 def is_data_set(data: Any) -> bool:
@@ -30,16 +30,16 @@ def is_data_set(data: Any) -> bool:
     return isinstance(data, Dataset) or tensors or has_columns(data)
 
 
-class Feeding:
+class LoaderFactory:
     """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
 
     def __init__(
         self,
         world: World,
         plan: Plan,
-        grid: Grid,
-        beginning: Beginning,
-        served: Served | None = None,
+        grid: MeshGroups,
+        beginning: ElasticState,
+        served: ParameterServerSession | None = None,
         by_rank: bool = False,
     ) -> None:
         """by_rank: batch sizes are given for each rank, by someone who need not know how many make up a replica"""

@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad
 from echelon.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from echelon.engine.forward_backward import TrainingPasses
-    from echelon.engine.parallelize import Parts
+    from echelon.engine.forward_backward import ForwardBackward
+    from echelon.engine.parallelize import ParallelModel
 
 #: Torch's functions on gradients, by their names there and to the user, and the engine's that is right everywhere.
 _FUNCTIONS = {
@@ -40,8 +40,8 @@ class LocalGradients:
 
     def __init__(
         self,
-        parts: Parts,
-        passes: TrainingPasses,
+        parts: ParallelModel,
+        passes: ForwardBackward,
         reduce: Callable[[Collection[str]], None],
         say: Callable[[str], None],
     ) -> None:
@@ -116,7 +116,7 @@ class LocalGradients:
         return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
 
 
-def _owners(parts: Parts) -> dict[int, list[str]]:
+def _owners(parts: ParallelModel) -> dict[int, list[str]]:
     """By parameter, the optimizers that step on it."""
     owners: dict[int, list[str]] = {}
     for key, optimizer in parts.optimizers.items():

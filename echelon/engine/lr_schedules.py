@@ -52,7 +52,7 @@ def per_epoch(scheduler: Scheduler) -> PerEpoch:
     return PerEpoch(_checked(scheduler))
 
 
-class Schedules:
+class LRSchedulers:
     """What drives the learning rates of these optimizers; part of the training state.
 
     say: told once, where nobody says when an epoch ends

@@ -17,7 +17,7 @@ _REMEDY = "to use the new one, set it after distribute(), or begin in another di
 Facts = dict[str, Any]
 
 
-class GivenValues:
+class UserHyperparameters:
     """The settings that optimizers and schedules were made with, and the sizes of the loaders' batches."""
 
     def __init__(self) -> None:

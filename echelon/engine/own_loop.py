@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from echelon.base.errors import UsageError
-from echelon.engine.collective_calls import together
+from echelon.engine.collective_calls import collective_call
 from echelon.engine.local_gradients import clip_values
 from echelon.engine.update import Optimizers, parameters_of
 from echelon.parallel.clip import clip_gradients
 
 if TYPE_CHECKING:
     from echelon.distributed.world import World
-    from echelon.engine.consistency import Company
-    from echelon.engine.forward_backward import TrainingPasses
-    from echelon.engine.parallelize import Parts
-    from echelon.engine.update import Updates
+    from echelon.engine.consistency import ConsistencyChecker
+    from echelon.engine.forward_backward import ForwardBackward
+    from echelon.engine.parallelize import ParallelModel
+    from echelon.engine.update import OptimizerUpdate
     from echelon.plan import Plan
 
 
@@ -30,15 +30,15 @@ class OwnLoop:
     plan: Plan
     steps: int
     answer_roll: Callable[..., None]
-    _company: Company
-    _passes: TrainingPasses
-    _updates: Updates
+    _company: ConsistencyChecker
+    _passes: ForwardBackward
+    _updates: OptimizerUpdate
 
     if TYPE_CHECKING:
 
-        def _assembled(self, batch: Any = None) -> Parts: ...
+        def _assembled(self, batch: Any = None) -> ParallelModel: ...
 
-    @together("communicate")
+    @collective_call("communicate")
     def reduce(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """Reduce now what ``backward`` has added for the named optimizer (or all), where ``update`` would.
 
@@ -48,7 +48,7 @@ class OwnLoop:
         self._assembled()
         self._reduce_early(self._updates.chosen(optimizer), samples)
 
-    @together("communicate")
+    @collective_call("communicate")
     def grad_norm(self, optimizer: str | None = None) -> Tensor:
         """Return the 2-norm of all gradients of the whole model: those that wait for ``update``, else the last applied.
 
@@ -61,14 +61,14 @@ class OwnLoop:
         with self._company.explained():
             return parts.census.norm(parameters_of(chosen), self.world.device)
 
-    @together("communicate")
+    @collective_call("communicate")
     def clip_grad_norm_(self, max_norm: float, optimizer: str | None = None) -> Tensor:
         """Scale the gradients that wait for ``update`` to a joint 2-norm of at most ``max_norm``; return their norm."""
         parts, chosen = self._assembled(), self._waiting("clip_grad_norm_", optimizer)
         with self._company.explained():
             return clip_gradients(parameters_of(chosen), float(max_norm), parts.census, self.world.device)
 
-    @together("communicate")
+    @collective_call("communicate")
     def clip_grad_value_(self, clip_value: float, optimizer: str | None = None) -> None:
         """Limit every entry of the gradients that wait for ``update`` to ``clip_value``, either way."""
         self._assembled()

@@ -15,43 +15,43 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.distributed.collectives import gather_json
-from echelon.distributed.local_state import Addend, Holdings, grouped_names, held_parameters
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.local_state import Addend, LocalState, grouped_names, local_parameters
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.tensor_layout import Layout
 from echelon.distributed.world import World
-from echelon.engine.collective_calls import agree
-from echelon.engine.consistency import Company
-from echelon.engine.replace_optimizers import successors
+from echelon.engine.collective_calls import check_same_plan
+from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.replace_optimizers import replace_optimizers
 from echelon.nn.moe import MoE
-from echelon.optim.grad_scaler import Scaler
+from echelon.optim.grad_scaler import LossScaler
 from echelon.parallel.activation_checkpoint import apply_recompute
 from echelon.parallel.clip import Census
-from echelon.parallel.data.dgc import make_peers
-from echelon.parallel.data.gradients import AddsUp, Gradients, Reduces
-from echelon.parallel.data.local_sgd import LocalSteps
+from echelon.parallel.data.dgc import make_dgc_groups
+from echelon.parallel.data.gradients import GradientReducer, Gradients, PartialGradientSum
+from echelon.parallel.data.local_sgd import LocalSgdAverager
 from echelon.parallel.data.reducer import Carriers, Reducer
 from echelon.parallel.data.sync_batch_norm import synchronize
 from echelon.parallel.objective import Objective
 from echelon.parallel.optimizer_check import check_reach
 from echelon.parallel.param_norms import add_up_norms
 from echelon.parallel.partial_model_guard import guard_parts
-from echelon.parallel.pipeline.tied_weights import Ties
+from echelon.parallel.pipeline.tied_weights import TiedWeights
 from echelon.plan import Plan
 from echelon.plan.build import complete, owned_names
 from echelon.plan.segments import Segments
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import within
 
 if TYPE_CHECKING:  # a run pays only for what its plan has
-    from echelon.parallel.pipeline.pipeline_runner import MicroBatches, Staged
+    from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
     from echelon.parallel.zero import Shards
-    from echelon.plan.stage_trace import Recording
+    from echelon.plan.stage_trace import StageTrace
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitResult:
     """What splitting did: layouts of the parameters that are cut, and those held whole with partial gradients."""
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -59,37 +59,37 @@ class Cut:
 
 
 @dataclass
-class Parts:
+class ParallelModel:
     """What trains one rank's part of a model."""
 
     plan: Plan
-    holdings: Holdings
+    holdings: LocalState
     optimizers: dict[str, torch.optim.Optimizer]
     gradients: Gradients
-    scaler: Scaler
+    scaler: LossScaler
     census: Census
-    local: LocalSteps | None
-    staged: Staged | MicroBatches | None
+    local: LocalSgdAverager | None
+    staged: PipelineRunner | MicroBatchRunner | None
     shards: Shards | None
     remarks: list[str] = field(default_factory=list)  # what the user may not expect
     cut: Collection[str] = ()  # parameters of all stages that are split
 
 
-def assemble(
+def parallelize(
     world: World,
-    company: Company,
-    grid: Grid,
+    company: ConsistencyChecker,
+    grid: MeshGroups,
     model: nn.Module,
     objective: Objective,
     given: Optimizers,
     plan: Plan,
-    marks: Marks,
+    marks: ModelMarks,
     batch: Any,
-) -> Parts:
+) -> ParallelModel:
     """Cut and stage the model as the plan says, with ``batch`` to record a pipeline's forward on."""
     names, owned = grouped_names(model, given), owned_names(model, given)
     stages = _record(plan, marks, objective, model, batch)
-    _let_go(stages, model, given, grid)
+    _drop_remote_stages(stages, model, given, grid)
     applied = _split(plan, model, stages, grid)
     remarks = check_reach(plan, given, model, applied.layouts)
     _cut_state(model, given, applied)
@@ -99,14 +99,14 @@ def assemble(
         known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
         cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
         plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
-        agree(plan, world.control)
+        check_same_plan(plan, world.control)
     _change_modules(world, company, plan, model, grid)
-    parameters = held_parameters(model)
+    parameters = local_parameters(model)
     carriers = _carriers(plan, grid)
     shards = _shard(world, plan, model, parameters, applied, given, grid)
     held = dict(parameters) | (shards.shards if shards else {})
     counted = {name for name in held if _counts(plan, name, grid, applied, shards)}
-    holdings = Holdings(
+    holdings = LocalState(
         model=model,
         parameters=held,
         layouts={**applied.layouts, **(shards.layouts if shards else {})},
@@ -116,14 +116,14 @@ def assemble(
         counted=frozenset(counted),
         speaks=frozenset(counted | _spoken_buffers(plan, model, grid)),
     )
-    peers = make_peers(plan, world, company.groups) if plan.dgc else None
-    optimizers = successors(plan, given, held, peers)
+    peers = make_dgc_groups(plan, world, company.groups) if plan.dgc else None
+    optimizers = replace_optimizers(plan, given, held, peers)
     add_up_norms(optimizers, holdings, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
-    scaler = Scaler(plan.amp)
-    local = LocalSteps(plan, model, optimizers, scaler, carriers[("replicate",)][0]) if plan.local else None
+    scaler = LossScaler(plan.amp)
+    local = LocalSgdAverager(plan, model, optimizers, scaler, carriers[("replicate",)][0]) if plan.local else None
     census = _census(plan, holdings, grid, alone=local is not None)
-    reducers: dict[str, Reduces] = {}
-    sums: list[AddsUp] = [Ties(plan, grid, held)] if plan.stages else []
+    reducers: dict[str, GradientReducer] = {}
+    sums: list[PartialGradientSum] = [TiedWeights(plan, grid, held)] if plan.stages else []
     if shards is not None:
         from echelon.parallel.zero.split_sums import SplitSums
 
@@ -137,10 +137,10 @@ def assemble(
     gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums)
     staged = _staged(world, plan, model, objective, grid)
     guard_parts(plan, model)
-    return Parts(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, remarks, cut)
+    return ParallelModel(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, remarks, cut)
 
 
-def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, batch: Any) -> Recording | None:
+def _record(plan: Plan, marks: ModelMarks, objective: Objective, model: nn.Module, batch: Any) -> StageTrace | None:
     if plan.mesh.get("stage", 1) == 1:
         return None
     from echelon.parallel.pipeline.pipeline_runner import micro_batches
@@ -158,9 +158,9 @@ def _record(plan: Plan, marks: Marks, objective: Objective, model: nn.Module, ba
     return record(objective, model, sample, units)
 
 
-def _split(plan: Plan, model: nn.Module, stages: Recording | None, grid: Grid) -> Cut:
+def _split(plan: Plan, model: nn.Module, stages: StageTrace | None, grid: MeshGroups) -> SplitResult:
     if not plan.splits:
-        return Cut()
+        return SplitResult()
     from echelon.parallel.tensor import SplitAxis, apply_split
 
     group = grid.group("split")
@@ -168,10 +168,10 @@ def _split(plan: Plan, model: nn.Module, stages: Recording | None, grid: Grid) -
     axis = SplitAxis(group, dist.get_rank(group), grid.size("split"), plan.spread)  # torch sorts a group's ranks
     here = _here(model, stages, grid)
     applied = apply_split(model, {name: mark for name, mark in plan.splits.items() if here(name)}, axis)
-    return Cut(applied.layouts, applied.partial)
+    return SplitResult(applied.layouts, applied.partial)
 
 
-def _cut_state(model: nn.Module, given: Optimizers, applied: Cut) -> None:
+def _cut_state(model: nn.Module, given: Optimizers, applied: SplitResult) -> None:
     """An optimizer that has state already keeps the part that belongs to what is left of its parameters."""
     layouts: dict[torch.Tensor, Layout] = {
         p: applied.layouts[name] for name, p in model.named_parameters() if name in applied.layouts
@@ -184,7 +184,7 @@ def _cut_state(model: nn.Module, given: Optimizers, applied: Cut) -> None:
                     state[field_name] = layout.take(value)
 
 
-def _here(model: nn.Module, stages: Recording | None, grid: Grid) -> Callable[[str], bool]:
+def _here(model: nn.Module, stages: StageTrace | None, grid: MeshGroups) -> Callable[[str], bool]:
     """Whether a module runs on this rank. One that does not must send no messages: it is only asked for shapes."""
     if stages is None:
         return lambda name: True
@@ -200,7 +200,7 @@ def _here(model: nn.Module, stages: Recording | None, grid: Grid) -> Callable[[s
     return here
 
 
-def _let_go(stages: Recording | None, model: nn.Module, given: Optimizers, grid: Grid) -> None:
+def _drop_remote_stages(stages: StageTrace | None, model: nn.Module, given: Optimizers, grid: MeshGroups) -> None:
     """Other stages' weights leave this rank, and its optimizers."""
     if stages is None:
         return
@@ -208,7 +208,7 @@ def _let_go(stages: Recording | None, model: nn.Module, given: Optimizers, grid:
 
     foreign = set(map(id, model.parameters()))
     keep_only(model, stages, hosted_stages(stages, grid))
-    foreign -= set(map(id, held_parameters(model).values()))
+    foreign -= set(map(id, local_parameters(model).values()))
     for optimizer in given.values():
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in foreign]
@@ -216,12 +216,12 @@ def _let_go(stages: Recording | None, model: nn.Module, given: Optimizers, grid:
             del optimizer.state[parameter]
 
 
-def hosted_stages(stages: Recording, grid: Grid) -> list[int]:
+def hosted_stages(stages: StageTrace, grid: MeshGroups) -> list[int]:
     """The stages that run on this rank."""
     return list(range(grid.at["stage"], 1 + max(stages.units.values()), grid.size("stage")))
 
 
-def _change_modules(world: World, company: Company, plan: Plan, model: nn.Module, grid: Grid) -> None:
+def _change_modules(world: World, company: ConsistencyChecker, plan: Plan, model: nn.Module, grid: MeshGroups) -> None:
     here = _here(model, plan.stages, grid)
     _count_experts_together(plan, model, grid, here)
     shared = grid.new_group(*plan.data_axes)
@@ -230,7 +230,7 @@ def _change_modules(world: World, company: Company, plan: Plan, model: nn.Module
         synchronize(model, filter(here, plan.sync_batch_norm), shared, company.attend, company.remarks.append)
     if plan.recompute or plan.chains:
         together = grid.control("replicate", "split") if plan.in_parts else world.control
-        segments, chains = recomputed_here(plan, grid)
+        segments, chains = local_segments(plan, grid)
         apply_recompute(model, segments, chains, offload=plan.offload, group=together)
 
 
@@ -246,7 +246,7 @@ def _norms_between_stages(plan: Plan) -> Iterator[str]:
             )
 
 
-def recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:
+def local_segments(plan: Plan, grid: MeshGroups) -> tuple[Segments, tuple[str, ...]]:
     """In a pipeline, what lies inside this rank's units; where segments would reach over them, each unit is one."""
     if plan.stages is None:
         return plan.recompute, plan.chains
@@ -265,7 +265,7 @@ def recomputed_here(plan: Plan, grid: Grid) -> tuple[Segments, tuple[str, ...]]:
     return segments, tuple(name for name in plan.chains if lies_in(units, name))
 
 
-def _count_experts_together(plan: Plan, model: nn.Module, grid: Grid, here: Callable[[str], bool]) -> None:
+def _count_experts_together(plan: Plan, model: nn.Module, grid: MeshGroups, here: Callable[[str], bool]) -> None:
     """Experts' capacity is for the tokens of a global batch, whoever routes them."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
     if not layers or not plan.ranks > 1:
@@ -279,7 +279,7 @@ def _count_experts_together(plan: Plan, model: nn.Module, grid: Grid, here: Call
             count_together(layer, everyone)
 
 
-def _carriers(plan: Plan, grid: Grid) -> dict[tuple[str, ...], list[dist.ProcessGroup]]:
+def _carriers(plan: Plan, grid: MeshGroups) -> dict[tuple[str, ...], list[dist.ProcessGroup]]:
     """By axes, the groups that carry buckets."""
     axes = sorted({bucket.axes for bucket in plan.buckets} | {("replicate",)})
     made = {along: [grid.new_group(*along) for _ in range(plan.communicators)] for along in axes}
@@ -291,9 +291,9 @@ def _shard(
     plan: Plan,
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    applied: Cut,
+    applied: SplitResult,
     given: Optimizers,
-    grid: Grid,
+    grid: MeshGroups,
 ) -> Shards | None:
     if plan.shard is None:
         return None
@@ -312,11 +312,11 @@ def _shard(
         plan.shard.offload,
         world.device,
         gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
-        shared=on_several_places(plan, grid),
+        shared=params_shared_by_stages(plan, grid),
     )
 
 
-def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[str, Reduces]:
+def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[str, GradientReducer]:
     """What steps while backward runs, and sums gradients over replicas before it."""
     from echelon.parallel.low_memory.backward_updates import updates_in_backward
 
@@ -324,20 +324,20 @@ def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[st
     return {key: updates_in_backward(plan, key, optimizer, carrier) for key, optimizer in optimizers.items()}
 
 
-def on_several_places(plan: Plan, grid: Grid) -> set[str]:
+def params_shared_by_stages(plan: Plan, grid: MeshGroups) -> set[str]:
     """Parameters that several places along the stage axis hold."""
     holders = plan.stages.holders if plan.stages else {}
     return {name for name, stages in holders.items() if len({stage % grid.size("stage") for stage in stages}) > 1}
 
 
-def _leads(plan: Plan, name: str, grid: Grid) -> bool:
+def _leads(plan: Plan, name: str, grid: MeshGroups) -> bool:
     """Whether no earlier place along the stage axis holds this parameter."""
     if plan.stages is None:
         return True
     return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
 
 
-def _addends(plan: Plan, grid: Grid) -> dict[str, Addend]:
+def _addends(plan: Plan, grid: MeshGroups) -> dict[str, Addend]:
     """Of the gradients that this rank's backward makes. Sharded ones are sums over replicas from the first pass on."""
     summed = plan.shard is not None and plan.shard.level > 1
     found: dict[str, Addend] = {}
@@ -351,18 +351,18 @@ def _addends(plan: Plan, grid: Grid) -> dict[str, Addend]:
     return found
 
 
-def _counts(plan: Plan, name: str, grid: Grid, applied: Cut, shards: Shards | None) -> bool:
+def _counts(plan: Plan, name: str, grid: MeshGroups, applied: SplitResult, shards: Shards | None) -> bool:
     first_or_own = grid.at["replicate"] == 0 if shards is None or name not in shards.counts else shards.counts[name]
     return _leads(plan, name, grid) and first_or_own and (grid.at["split"] == 0 or name in applied.layouts)
 
 
-def _spoken_buffers(plan: Plan, model: nn.Module, grid: Grid) -> set[str]:
+def _spoken_buffers(plan: Plan, model: nn.Module, grid: MeshGroups) -> set[str]:
     if grid.at["replicate"] or grid.at["split"]:
         return set()
     return {name for name, _ in model.named_buffers() if plan.stages is None or _leads(plan, name, grid)}
 
 
-def _census(plan: Plan, holdings: Holdings, grid: Grid, alone: bool) -> Census:
+def _census(plan: Plan, holdings: LocalState, grid: MeshGroups, alone: bool) -> Census:
     in_parts = plan.in_parts or plan.shard is not None
     everyone = grid.group("replicate", "stage", "split")
     counted = {id(holdings.parameters[name]) for name in holdings.counted}
@@ -370,12 +370,12 @@ def _census(plan: Plan, holdings: Holdings, grid: Grid, alone: bool) -> Census:
 
 
 def _staged(
-    world: World, plan: Plan, model: nn.Module, objective: Objective, grid: Grid
-) -> Staged | MicroBatches | None:
+    world: World, plan: Plan, model: nn.Module, objective: Objective, grid: MeshGroups
+) -> PipelineRunner | MicroBatchRunner | None:
     if plan.pipeline is None:
         return None
-    from echelon.parallel.pipeline.pipeline_runner import MicroBatches, Staged
+    from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
 
     if plan.stages is None:
-        return MicroBatches(objective, plan.pipeline.micro_batches)
-    return Staged(plan, model, objective, grid, hosted_stages(plan.stages, grid), world)
+        return MicroBatchRunner(objective, plan.pipeline.micro_batches)
+    return PipelineRunner(plan, model, objective, grid, hosted_stages(plan.stages, grid), world)

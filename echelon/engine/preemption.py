@@ -36,7 +36,7 @@ INTERVAL, INTERVAL_PER_RANK = 0.5, 0.001
 _numbers = itertools.count()  # tells apart the engines of one process, alike on all ranks
 
 
-class Leaving:
+class PreemptionHandler:
     """What one rank knows of requests to leave. Made in the main thread, where Python allows to handle signals."""
 
     def __init__(self, world: World, name: int) -> None:
@@ -47,7 +47,7 @@ class Leaving:
         self._left = False
         self._checking = False  # another rank was asked: look into the store after every step
         self._previous: dict[signal.Signals, Any] = {}
-        self._requests = _Requests(world) if world.control is not None else None
+        self._requests = _PreemptionRequests(world) if world.control is not None else None
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
         self._install()
@@ -66,7 +66,7 @@ class Leaving:
             self._left = self._agreed_on(step, next_meeting, self._requests)
         return self._left
 
-    def _agreed_on(self, step: int, next_meeting: Callable[[], int], requests: _Requests) -> bool:
+    def _agreed_on(self, step: int, next_meeting: Callable[[], int], requests: _PreemptionRequests) -> bool:
         if self._world.device.type == "cuda":  # this rank's host may be ahead: what it has not done is not finished
             torch.cuda.synchronize(self._world.device)
         chosen = requests.step()
@@ -117,7 +117,7 @@ class Leaving:
             return
         self._asked = signal.Signals(number).name
         other = getattr(self._previous.get(signal.Signals(number)), "__self__", None)
-        if isinstance(other, Leaving):  # of another engine in this process
+        if isinstance(other, PreemptionHandler):  # of another engine in this process
             other._note(number, frame)
 
     def _watch(self) -> None:
@@ -136,7 +136,7 @@ class Leaving:
             return
 
 
-class _Requests:
+class _PreemptionRequests:
     """The ranks' common notes. Nothing here waits for another rank."""
 
     def __init__(self, world: World) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.optim.from_torch import lamb_from, lars_from
-from echelon.parallel.data.dgc import Peers, SparseMomentum
+from echelon.parallel.data.dgc import DgcGroups, SparseMomentum
 from echelon.plan import Plan
 
 
@@ -25,8 +25,8 @@ def replaced_decay(plan: Plan, given: Mapping[str, torch.optim.Optimizer]) -> li
     ]
 
 
-def successors(
-    plan: Plan, given: Mapping[str, torch.optim.Optimizer], named: Mapping[str, nn.Parameter], peers: Peers | None
+def replace_optimizers(
+    plan: Plan, given: Mapping[str, torch.optim.Optimizer], named: Mapping[str, nn.Parameter], peers: DgcGroups | None
 ) -> dict[str, torch.optim.Optimizer]:
     """For each optimizer, by name, the one that takes its steps. ``named``: what this rank holds of the model."""
     return {key: _successor(plan, key, optimizer, named, peers) for key, optimizer in given.items()}
@@ -37,7 +37,7 @@ def _successor(
     key: str,
     given: torch.optim.Optimizer,
     named: Mapping[str, nn.Parameter],
-    peers: Peers | None,
+    peers: DgcGroups | None,
 ) -> torch.optim.Optimizer:
     owned = {id(p) for group in given.param_groups for p in group["params"]}
     undecayed = [named[name] for name in plan.undecayed if name in named and id(named[name]) in owned]
@@ -47,9 +47,9 @@ def _successor(
     if plan.lamb is not None:
         return lamb_from(given, weight_decay=plan.lamb.weight_decay, eps=plan.lamb.eps, exclude=undecayed)
     if plan.lean is not None:
-        from echelon.parallel.low_memory.adam import LeanAdam
+        from echelon.parallel.low_memory.adam import LowMemoryAdam
 
-        return LeanAdam(given, plan.lean, named)
+        return LowMemoryAdam(given, plan.lean, named)
     if peers is not None:
         return SparseMomentum(given, plan, key, named, peers)
     return given

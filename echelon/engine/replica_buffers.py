@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import all_gather, gather_json
-from echelon.distributed.mesh_groups import Grid
-from echelon.distributed.replicas import flatten, scatter
-from echelon.engine.consistency import Company
+from echelon.distributed.mesh_groups import MeshGroups
+from echelon.distributed.replicas import flatten, unflatten_into
+from echelon.engine.consistency import ConsistencyChecker
 from echelon.plan import Plan
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.fake_forward import is_placeholder
@@ -49,7 +49,12 @@ class _Place(NamedTuple):
 
 
 def replica_buffers(
-    model: nn.Module, plan: Plan, grid: Grid, control: dist.ProcessGroup | None, company: Company, say: Say
+    model: nn.Module,
+    plan: Plan,
+    grid: MeshGroups,
+    control: dist.ProcessGroup | None,
+    company: ConsistencyChecker,
+    say: Say,
 ) -> ReplicaBuffers | None:
     """Return what keeps buffers alike; None where no replica shares every step with another, or there are none."""
     group = grid.group(*plan.data_axes)
@@ -137,12 +142,12 @@ def _average_by(tensors: Sequence[Tensor], samples: float, group: dist.ProcessGr
     with waiting("average of buffers", "", group):
         if not (flat.is_floating_point() or flat.is_complex()):
             dist.broadcast(flat, group=group, group_src=0)
-            scatter(flat, tensors)
+            unflatten_into(flat, tensors)
             return
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         wide = torch.cat([wide * samples if samples else torch.zeros_like(wide), wide.new_full((1,), samples)])
         dist.all_reduce(wide, group=group)
-    scatter((wide[:-1] / wide[-1]).to(flat.dtype), tensors)
+    unflatten_into((wide[:-1] / wide[-1]).to(flat.dtype), tensors)
 
 
 def _can_be_compared(value: Tensor) -> bool:

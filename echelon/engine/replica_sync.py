@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.replicas import average_buffers
-from echelon.engine.consistency import Company
+from echelon.engine.consistency import ConsistencyChecker
 from echelon.engine.replica_buffers import ReplicaBuffers
 from echelon.plan import Plan
 from echelon.plan.batch_norms import batch_norm_names
 
 if TYPE_CHECKING:
-    from echelon.parallel.data.local_sgd import LocalSteps
-    from echelon.parameter_server.worker.session import Served
+    from echelon.parallel.data.local_sgd import LocalSgdAverager
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
 
-class OneModel:
+class ReplicaSync:
     """Replicas agree on it when they are asked to; all ranks ask together."""
 
-    def __init__(self, model: nn.Module, company: Company, served: Served | None) -> None:
+    def __init__(self, model: nn.Module, company: ConsistencyChecker, served: ParameterServerSession | None) -> None:
         self._model, self._company, self._served = model, company, served
-        self.local: LocalSteps | None = None  #: where replicas step alone
+        self.local: LocalSgdAverager | None = None  #: where replicas step alone
         self.buffers: ReplicaBuffers | None = None  #: of replicas that share every step
 
-    def takes(self, plan: Plan, grid: Grid) -> None:
+    def takes(self, plan: Plan, grid: MeshGroups) -> None:
         """Go by this plan."""
         self._plan, self._grid = plan, grid
 

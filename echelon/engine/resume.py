@@ -10,32 +10,37 @@ from typing import TYPE_CHECKING
 from echelon.base.errors import CheckpointError, Damaged
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
-from echelon.engine.checkpointing import Keeper
-from echelon.engine.in_memory.checkpointer import Memories
-from echelon.observability.metrics.run_logger import Voice
+from echelon.engine.checkpointing import CheckpointManager
+from echelon.engine.in_memory.checkpointer import MemoryCheckpointer
+from echelon.observability.metrics.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from echelon.checkpoint import Stored
-    from echelon.engine.parallelize import Parts
-    from echelon.parameter_server.worker.session import Served
+    from echelon.engine.parallelize import ParallelModel
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
 
-class Resuming:
+class StateRestorer:
     """Puts state back in its place. Its calls return the last step of what is gone on from.
 
     A pipeline that no batch has cut has no place for it yet: then only loaders go on, and the rest waits for ``takes``.
     """
 
     def __init__(
-        self, world: World, keeper: Keeper, served: Served | None, memories: Memories | None, voice: Voice
+        self,
+        world: World,
+        keeper: CheckpointManager,
+        served: ParameterServerSession | None,
+        memories: MemoryCheckpointer | None,
+        voice: RunLogger,
     ) -> None:
         self._world, self._keeper, self._served, self._memories = world, keeper, served, memories
         self._voice = voice
-        self._parts: Parts | None = None
+        self._parts: ParallelModel | None = None
         self._waiting: Stored | None = None
         self._put: Stored | None = None
 
-    def takes(self, parts: Parts, step: int) -> int:
+    def takes(self, parts: ParallelModel, step: int) -> int:
         """From now on there is a place for it; what was waiting for one is put there. ``step``: where nothing was."""
         self._parts, waiting = parts, self._waiting
         if waiting is None:
@@ -56,15 +61,15 @@ class Resuming:
         """Go on from what this worker left with servers, from copies in memory, or from the newest checkpoint that is
         whole. ``step``: where there is nothing."""
         if self._served is not None and (left := self._served.resumed) is not None:
-            step = self._keeper.take_up(left)
+            step = self._keeper.restore_worker_state(left)
             self._voice.resumed(f"went on after step {step}, where this worker was before it was started again")
             return step
         return self._first_whole(step)
 
-    def _restore(self, source: str | Path | Stored, parts: Parts) -> int:
+    def _restore(self, source: str | Path | Stored, parts: ParallelModel) -> int:
         return self._announced(self._put_back(source, parts))
 
-    def _put_back(self, source: str | Path | Stored, parts: Parts) -> Stored:
+    def _put_back(self, source: str | Path | Stored, parts: ParallelModel) -> Stored:
         stored = self._keeper.load(source, loaders=self._waiting is None, served=self._served)
         self._waiting = None
         if parts.shards is not None:
@@ -130,7 +135,7 @@ class Resuming:
                 self._waiting = self._put = self._keeper.peek(source)
             else:
                 self._put = self._put_back(source, self._parts)
-                self._keeper.refuse_spoiled(self._put)
+                self._keeper.raise_if_not_finite(self._put)
         except CheckpointError as error:
             has_gone = isinstance(source, Path) and not source.exists()  # removed after it was listed
             if not has_gone and not isinstance(error, Damaged):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from echelon.base.errors import EchelonError
 
 
-class Ending:
+class ExitHook:
     """``finish`` is told what the process ends with: an error that nobody caught, or ``None``."""
 
     def __init__(self, finish: Callable[[BaseException | None], None]) -> None:

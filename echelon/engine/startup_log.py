@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon.distributed.world import World
-from echelon.engine.device_placement import Held, placement_table
+from echelon.engine.device_placement import ParameterPlacement, placement_table
 from echelon.engine.update import parameters_of
 from echelon.fastpath.startup_lines import lines
 from echelon.plan import Plan
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 
 
 def announcement(
@@ -52,11 +52,11 @@ def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[in
         yield f"{len(left)} parameters belong to no optimizer and will not be trained: {left[0]}, ..."
 
 
-def placement(plan: Plan, marks: Marks, ranks_per_host: int, cut: Collection[str]) -> list[str]:
+def placement(plan: Plan, marks: ModelMarks, ranks_per_host: int, cut: Collection[str]) -> list[str]:
     """Return which devices hold which part of the model; ``cut``: parameters that splitting has cut."""
     units, splits = plan.stages.units if plan.stages else {}, plan.splits or marks.splits
     holders = plan.stages.holders if plan.stages else {}
-    held = Held({p.name: holders.get(p.name, ()) for p in plan.model}, cut, _shared(plan))
+    held = ParameterPlacement({p.name: holders.get(p.name, ()) for p in plan.model}, cut, _shared(plan))
     shown = dataclasses.replace(marks, units=units, splits=splits)
     return placement_table(shown, plan.mesh, plan.order, ranks_per_host, held)
 

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError, nearest
 from echelon.distributed.world import World
-from echelon.engine.consistency import Company
-from echelon.engine.lr_schedules import Schedules
+from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.lr_schedules import LRSchedulers
 from echelon.parallel.clip import clip_gradients
 from echelon.parallel.lr_scaling import scaled_rates
 from echelon.parallel.step_guard import StepGuard
 
 if TYPE_CHECKING:
-    from echelon.engine.parallelize import Parts
-    from echelon.parameter_server.worker.session import Served
+    from echelon.engine.parallelize import ParallelModel
+    from echelon.parameter_server.worker.session import ParameterServerSession
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-class Updates:
+class OptimizerUpdate:
     """One update is ``begin``, ``weights`` where there is something to apply, ``end``.
 
     given: the optimizers that the user made, whatever steps in their place; schedules drive them
@@ -34,10 +34,10 @@ class Updates:
         self,
         world: World,
         given: Optimizers,
-        schedules: Schedules,
-        served: Served | None,
-        parts: Parts,
-        company: Company,
+        schedules: LRSchedulers,
+        served: ParameterServerSession | None,
+        parts: ParallelModel,
+        company: ConsistencyChecker,
         guard: StepGuard,
     ) -> None:
         self._guard = guard

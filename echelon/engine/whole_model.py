@@ -13,12 +13,12 @@ from torch import Tensor
 from echelon.checkpoint.training_state import model_aliases
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import gather_json
-from echelon.distributed.local_state import Holdings
+from echelon.distributed.local_state import LocalState
 from echelon.distributed.tensor_layout import Layout, Part
 
 
 @torch.no_grad()
-def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
+def whole_state(holdings: LocalState, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by name, whole, in host memory, on every rank. All ranks call it.
 
     Tied weights are there under each of their names, as in ``state_dict()``.
@@ -28,7 +28,7 @@ def whole_state(holdings: Holdings, control: dist.ProcessGroup | None, in_parts:
 
 @torch.no_grad()
 def assembled_state(
-    holdings: Holdings, mine: dict[str, Tensor | Part], control: dist.ProcessGroup | None
+    holdings: LocalState, mine: dict[str, Tensor | Part], control: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
     """Return the whole state of which this rank has ``mine``; ``control=None``: what is here is whole."""
     found = put_together(mine, holdings.speaks, control)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from echelon.fastpath.guards import Readings
+from echelon.fastpath.guards import PythonGuards
 from echelon.fastpath.module_call import is_ours, put_in_place
 from echelon.fastpath.user_hooks import has_hooks
 from echelon.strategy.fastpath_choice import WHOLE
@@ -34,7 +34,7 @@ CANNOT = ("aot_autograd does not currently support double backward", "donated bu
 NOTICES = (2, 13)
 
 
-class Compiling:
+class ModuleCompiler:
     """What was compiled in one model. The first failure ends all of it: the step is then run as it was written."""
 
     def __init__(self, say: Say, model: nn.Module, loss: Callable[..., Any] | None) -> None:
@@ -44,14 +44,14 @@ class Compiling:
         self._recovers = False
         self._made = False  # any program of a module
         self._errors = _errors()
-        self._unnoticed: Readings | None = None
+        self._unnoticed: PythonGuards | None = None
 
     def begin(self) -> None:
         """Goes before every step."""
         if self.given_up or _version() >= NOTICES:
             return
         if self._unnoticed is None:
-            self._unnoticed = Readings(self._model, self._loss, of_classes=True)
+            self._unnoticed = PythonGuards(self._model, self._loss, of_classes=True)
         changed = self._unnoticed.changed()
         if changed is not None:
             self.given_up = True
@@ -233,12 +233,12 @@ def _configure(programs: int) -> None:
 def _tell_of_limit(say: Say) -> None:
     """Torch says it in ten lines of its own, once for each piece of code."""
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    for old in [old for old in logger.filters if isinstance(old, _Limit)]:
+    for old in [old for old in logger.filters if isinstance(old, _RecompileLimitFilter)]:
         logger.removeFilter(old)
-    logger.addFilter(_Limit(say))
+    logger.addFilter(_RecompileLimitFilter(say))
 
 
-class _Limit(logging.Filter):
+class _RecompileLimitFilter(logging.Filter):
     def __init__(self, say: Say) -> None:
         super().__init__()
         self._say: Say | None = say

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from echelon.fastpath.guards import Readings
-from echelon.fastpath.step_signature import Signature
+from echelon.fastpath.guards import PythonGuards
+from echelon.fastpath.step_signature import StepSignature
 
 Backward = Callable[[Tensor | float], None]
 Run = Callable[[Any], tuple[Tensor, Backward]]
 
 
-class Captured:
+class CapturedStep:
     """``merges``: gradients of several passes are added up before they are used. ``told``: as of Rehearsal."""
 
-    def __init__(self, model: nn.Module, batch: Any, readings: Readings, plain: Run, merges: bool, told: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Any, readings: PythonGuards, plain: Run, merges: bool, told: bool
+    ) -> None:
         self._readings, self._plain, self._merges, self._told = readings, plain, merges, told
-        self._signature = Signature(model, batch)
+        self._signature = StepSignature(model, batch)
         leaves, self._structure = tree_flatten(batch)
         self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._parameters = list(model.parameters())
@@ -132,7 +134,7 @@ def has_room(device: torch.device) -> bool:
     return 2.1 * needed < free + torch.cuda.memory_reserved(device) - held
 
 
-class Rehearsal:
+class WarmupStep:
     """A step that is watched for what no graph can hold.
 
     ``told``: it is told that it is captured, as is the capture after it. Models ask that and then do other things:

@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.fastpath.compile import Say
-from echelon.fastpath.cuda_graph_capture import Backward, Captured, Rehearsal, Run, has_room
-from echelon.fastpath.graph_validation import Proof
-from echelon.fastpath.guards import Readings
-from echelon.fastpath.side_effects import left_behind, look_at
+from echelon.fastpath.cuda_graph_capture import Backward, CapturedStep, Run, WarmupStep, has_room
+from echelon.fastpath.graph_validation import GraphValidation
+from echelon.fastpath.guards import PythonGuards
+from echelon.fastpath.pass_timing import EagerTiming, GraphTimingComparison
+from echelon.fastpath.side_effects import find_side_effect, snapshot_attributes
 from echelon.fastpath.step_signature import draws, is_plain
-from echelon.fastpath.timing import Contest, Watch
 from echelon.fastpath.user_hooks import has_gradient_hooks
 from echelon.plan import Plan
-from echelon.strategy.fastpath_choice import WHOLE, Chosen
+from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
 SETTLING = 6  #: steps that compile, allocate and choose kernels
 REHEARSED = 2
@@ -30,7 +30,7 @@ PATIENCE = 50  #: steps in a row that do not fit, after which a graph is given u
 TRIES = 3  #: graphs, one after another
 
 
-class Graphs:
+class CudaGraphRunner:
     """Watches steps, captures one, and replays it. Each phase runs a step and says when the next one begins."""
 
     def __init__(self, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, say: Say) -> None:
@@ -39,13 +39,13 @@ class Graphs:
         self._steps = self._misses = 0
         self._tries = TRIES
         self._advice = _advice(plan.fast)
-        self._watching: Watch | None = None
-        self._contest: Contest | None = None
-        self._rehearsal = Rehearsal()
-        self._readings: Readings | None = None
+        self._watching: EagerTiming | None = None
+        self._contest: GraphTimingComparison | None = None
+        self._rehearsal = WarmupStep()
+        self._readings: PythonGuards | None = None
         self._device = next(model.parameters()).device
-        self._captured: Captured | None = None  # and proved
-        self._proof: Proof | None = None
+        self._captured: CapturedStep | None = None  # and proved
+        self._proof: GraphValidation | None = None
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         if self._captured is not None:
@@ -62,21 +62,21 @@ class Graphs:
         return plain(batch)
 
     def _watch(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
-        self._watching = self._watching or Watch()
+        self._watching = self._watching or EagerTiming()
         if not self._watching.is_full:
             return self._watching.run(batch, plain)
         if self._watching.is_over():
-            self._phase, self._steps = self._examine if self._watching.is_held_up() else None, 0
+            self._phase, self._steps = self._examine if self._watching.is_host_bound() else None, 0
             self._watching = None
         return plain(batch)
 
     def _examine(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         """A step as it is written, and what speaks against a graph of it."""
         self._phase = self._rehearse
-        self._readings = Readings(self._model, self._loss)
-        before, modules = draws(), look_at(self._model)
+        self._readings = PythonGuards(self._model, self._loss)
+        before, modules = draws(), snapshot_attributes(self._model)
         taken = plain(batch)
-        left = left_behind(modules, look_at(self._model))
+        left = find_side_effect(modules, snapshot_attributes(self._model))
         if not is_plain(batch):
             self._leave_out("batches hold more than tensors")
         elif before != draws():
@@ -99,7 +99,7 @@ class Graphs:
         assert self._readings is not None
         changed = self._readings.changed()
         if self._rehearsal.waits and not self._rehearsal.told:
-            self._rehearsal, self._phase, self._steps = Rehearsal(told=True), self._rehearse, 0
+            self._rehearsal, self._phase, self._steps = WarmupStep(told=True), self._rehearse, 0
         elif self._rehearsal.waits:
             self._leave_out("forward or backward waits for the device (reads a value of it)")
         elif changed is not None:
@@ -108,14 +108,14 @@ class Graphs:
             return self._capture(batch, plain, self._readings)
         return plain(batch)
 
-    def _capture(self, batch: Any, plain: Run, readings: Readings) -> tuple[Tensor, Backward]:
-        captured = Captured(self._model, batch, readings, plain, self._merges, self._rehearsal.told)
+    def _capture(self, batch: Any, plain: Run, readings: PythonGuards) -> tuple[Tensor, Backward]:
+        captured = CapturedStep(self._model, batch, readings, plain, self._merges, self._rehearsal.told)
         try:
             captured.capture()
         except Exception as error:
             self._leave_out(f"a step could not be captured: {str(error).strip().partition(chr(10))[0]}")
             return plain(batch)
-        self._proof = Proof(self._model, captured, self._rehearsal.weight)
+        self._proof = GraphValidation(self._model, captured, self._rehearsal.weight)
         self._phase = self._prove
         return self._prove(batch, plain)
 
@@ -131,10 +131,10 @@ class Graphs:
         if objection is not None:
             self._leave_out(objection)
             return plain(batch)
-        self._captured, self._contest = proof.captured, Contest()
+        self._captured, self._contest = proof.captured, GraphTimingComparison()
         return self.run(batch, plain)
 
-    def _fits(self, captured: Captured, batch: Any) -> bool:
+    def _fits(self, captured: CapturedStep, batch: Any) -> bool:
         fits = captured.fits(batch)
         self._misses = 0 if fits else self._misses + 1
         return fits
@@ -144,12 +144,12 @@ class Graphs:
         if self._misses < PATIENCE:
             return
         self._captured = self._proof = self._contest = None
-        self._rehearsal = Rehearsal()
+        self._rehearsal = WarmupStep()
         self._tries -= 1
         self._phase, self._steps, self._misses = self._settle if self._tries else None, 0, 0
         self._say(f"fast: no step has been like the captured one for {PATIENCE} steps, so the CUDA graph is given up")
 
-    def _replay(self, captured: Captured, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+    def _replay(self, captured: CapturedStep, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         if self._contest is not None and not self._contest.is_full:
             return self._contest.run(batch, plain, captured.run)
         if self._contest is not None and self._contest.is_over():
@@ -176,7 +176,7 @@ class Graphs:
         self._say(f"fast: CUDA graphs left out: {reason}{self._advice}")
 
 
-def _advice(chosen: Chosen) -> str:
+def _advice(chosen: FastPathChoice) -> str:
     """Each compiled block is called from Python; a whole leaves less to the host."""
     blocks = chosen.compiled not in ((), (WHOLE,))
     return "; the host holds up the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""

@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_map
 
 from echelon.base.errors import UsageError
 from echelon.checkpoint.state_strides import follow_weights
-from echelon.fastpath.compile import Compiling, Say
+from echelon.fastpath.compile import ModuleCompiler, Say
 from echelon.fastpath.fused_optimizers import fuse
-from echelon.fastpath.graph_validation import State
+from echelon.fastpath.graph_validation import PassSnapshot
 from echelon.fastpath.module_call import forget
 from echelon.fastpath.padded_vocab import pad
 from echelon.parallel.data.gradients import backward_of
 from echelon.parallel.loss.loss_weights import weighs_losses
 from echelon.parallel.objective import Objective
 from echelon.plan import Plan
-from echelon.strategy.fastpath_choice import Chosen
+from echelon.strategy.fastpath_choice import FastPathChoice
 
 EARLY = 3  #: passes
 
@@ -28,7 +28,7 @@ Backward = Callable[[Tensor | float], None]
 Forward = Callable[[Any], Tensor]
 
 
-def prepare(model: nn.Module, chosen: Chosen) -> None:
+def prepare(model: nn.Module, chosen: FastPathChoice) -> None:
     """Goes before everything that takes parameters' strides for its own. What an earlier engine compiled is undone."""
     forget(model)
     if chosen.channels_last:
@@ -69,18 +69,18 @@ class FastPath:
         self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
         self._model, self._objective, self._passes = model, objective, 0
         self._parameters = list(model.parameters())  # to go through all modules takes longer than to look at these
-        self._compiling: Compiling | None = None
+        self._compiling: ModuleCompiler | None = None
         loss = objective.loss
         if chosen.compiled:
-            self._compiling = Compiling(say, model, loss)
+            self._compiling = ModuleCompiler(say, model, loss)
             self._compiling.modules(model, chosen.compiled)
             if not weighs_losses(plan):  # a compiled loss does not show what it averages over
                 objective.change_loss(self._compiling.function)
         self._graphs = None
         if chosen.graphs:
-            from echelon.fastpath.cuda_graphs import Graphs
+            from echelon.fastpath.cuda_graphs import CudaGraphRunner
 
-            self._graphs = Graphs(plan, model, loss, say)
+            self._graphs = CudaGraphRunner(plan, model, loss, say)
 
     def stop_graphs(self) -> None:
         """Run steps as written from now on."""
@@ -124,13 +124,13 @@ class FastPath:
 
         return loss, backward
 
-    def _kept(self) -> State | None:
+    def _kept(self) -> PassSnapshot | None:
         """What a pass changes beside gradients, while it is likely that something is compiled."""
         self._passes += 1
         if self._passes == EARLY + 1 and self._compiling is not None:
             self._compiling.tell_if_nothing_was_made()
         early = self._passes <= EARLY and self._alone
-        return State(self._model, next(self._model.parameters()).device) if early else None
+        return PassSnapshot(self._model, next(self._model.parameters()).device) if early else None
 
     def _gives_up(self, error: Exception) -> bool:
         """Whether the pass can be run uncompiled in place of what failed."""
@@ -140,7 +140,7 @@ class FastPath:
         self._compiling.give_up(error)
         return True
 
-    def _again(self, before: State | None, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+    def _again(self, before: PassSnapshot | None, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
         if before is not None:
             before.restore()
         return plain_pass(batch, forward)

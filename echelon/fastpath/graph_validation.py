@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.fastpath.cuda_graph_capture import Backward, Captured, Run, generator_of
+from echelon.fastpath.cuda_graph_capture import Backward, CapturedStep, Run, generator_of
 
 PROVED = 2  #: steps
 #: Of norms. Sums in another order differ by less than 1 % in 16 bits; a program that is another one differs by more.
 TOLERANCE = 0.02
 
 
-class Proof:
+class GraphValidation:
     """Steps that run both ways. ``weight``: what the loss was last multiplied by for backward."""
 
-    def __init__(self, model: nn.Module, captured: Captured, weight: Tensor | float) -> None:
+    def __init__(self, model: nn.Module, captured: CapturedStep, weight: Tensor | float) -> None:
         self.captured, self._weight = captured, weight
         self._model, self._parameters = model, list(model.parameters())
         self._apart: list[dict[str, Tensor]] = []
@@ -42,7 +42,7 @@ class Proof:
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         """The replay goes first, since after the step as written it may find in memory what that left there."""
-        before = State(self._model, self.captured.device)
+        before = PassSnapshot(self._model, self.captured.device)
         so_far = self._exchange([None] * len(self._parameters))
         self.captured.take(batch)
         self.captured.replay(self._weight)
@@ -76,7 +76,7 @@ class Proof:
         return before
 
 
-class State:
+class PassSnapshot:
     """What a pass changes besides gradients."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

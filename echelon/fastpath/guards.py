@@ -42,13 +42,13 @@ _NO_PART_OF_A_STEP = {"__init__", "__new__", "__init_subclass__", "__del__", "__
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
-class Readings:
+class PythonGuards:
     """What such values are now. ``too_many``: more, or deeper down, than is watched. ``of_classes``: only attributes of
     classes."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, of_classes: bool = False) -> None:
-        walk = _Walk()
-        with _undrawn():
+        walk = _GuardCollector()
+        with _preserve_rng():
             for name, module in model.named_modules():
                 walk.model(module, name or "the model")
             walk.hooks(model)
@@ -60,12 +60,12 @@ class Readings:
 
     def changed(self) -> str | None:
         """The first that is another one now, by its name."""
-        with _undrawn() if self._runs_code else contextlib.nullcontext():
+        with _preserve_rng() if self._runs_code else contextlib.nullcontext():
             return next((label for read, noted, label in self._watched if not _is(_noted(read()), noted)), None)
 
 
 @contextlib.contextmanager
-def _undrawn() -> Iterator[None]:
+def _preserve_rng() -> Iterator[None]:
     """Random numbers that a property of the user's draws are drawn again."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -100,7 +100,7 @@ def _is(now: Any, before: Any) -> bool:
     return isinstance(now, (*PLAIN, *_BY_VALUE)) and same(now, before)
 
 
-class _Walk:
+class _GuardCollector:
     """``found``: how to read a value, what it is called, and who holds it. ``cut``: whether that is not all."""
 
     def __init__(self) -> None:

@@ -16,15 +16,15 @@ from echelon.distributed.world import World
 from echelon.fastpath.compile import is_compiled
 from echelon.fastpath.padded_vocab import odd_layers
 from echelon.fastpath.policy import OFF, decide
-from echelon.fastpath.traits import Machine, Traits
+from echelon.fastpath.traits import DeviceCapabilities, FastPathTraits
 from echelon.nn import SparseEmbedding
 from echelon.nn.moe import MoE
-from echelon.parallel.autocast_unsafe import unsafe
+from echelon.parallel.autocast_unsafe import find_autocast_unsafe
 from echelon.plan import Plan
 from echelon.plan.build import sparse_names
 from echelon.plan.segments import repeated_blocks
 from echelon.strategy import Amp, Fast, Strategy
-from echelon.strategy.fastpath_choice import Chosen
+from echelon.strategy.fastpath_choice import FastPathChoice
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 Loss = Callable[..., Any]
@@ -32,13 +32,13 @@ Loss = Callable[..., Any]
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def asked_of(strategy: Strategy) -> Fast:
+def requested_fast_path(strategy: Strategy) -> Fast:
     """Return the parts that a strategy asks for; ECHELON_FAST=0 switches all off where it does not mention them."""
     unwanted = strategy.fast is None and os.environ.get(FAST) == "0"
     return OFF if unwanted or strategy.fast is False else strategy.part(Fast) or Fast()
 
 
-def quickened(
+def choose_fast_path(
     plan: Plan,
     strategy: Strategy,
     world: World,
@@ -48,38 +48,45 @@ def quickened(
     loss: Loss | None = None,
 ) -> Plan:
     """The plan with its fast path. All ranks call it together: what one device lacks, none uses."""
-    asked = asked_of(strategy)
+    asked = requested_fast_path(strategy)
     amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies bring it along
     chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
-    return with_chosen(plan, chosen)
+    return with_fast_path(plan, chosen)
 
 
-def with_chosen(plan: Plan, chosen: Chosen) -> Plan:
+def with_fast_path(plan: Plan, chosen: FastPathChoice) -> Plan:
     return dataclasses.replace(plan, fast=chosen, amp=Amp() if chosen.bf16 else plan.amp)
 
 
-def machine_of(world: World) -> Machine:
+def machine_of(world: World) -> DeviceCapabilities:
     mine = _machine(world.device)
     if world.control is None:
         return mine
     everyone = gather_json(dataclasses.asdict(mine), world.control)
-    return Machine(**{name: all(one[name] for one in everyone) for name in dataclasses.asdict(mine)})
+    return DeviceCapabilities(**{name: all(one[name] for one in everyone) for name in dataclasses.asdict(mine)})
 
 
-def _machine(device: torch.device) -> Machine:
+def _machine(device: torch.device) -> DeviceCapabilities:
     if device.type != "cuda":
-        return Machine()
+        return DeviceCapabilities()
     from torch.utils._triton import has_triton
 
-    return Machine(cuda=True, bf16=torch.cuda.is_bf16_supported(including_emulation=False), triton=has_triton())
+    return DeviceCapabilities(
+        cuda=True, bf16=torch.cuda.is_bf16_supported(including_emulation=False), triton=has_triton()
+    )
 
 
 def traits_of(
-    plan: Plan, machine: Machine, model: nn.Module, optimizers: Optimizers, served: bool, loss: Loss | None = None
-) -> Traits:
+    plan: Plan,
+    machine: DeviceCapabilities,
+    model: nn.Module,
+    optimizers: Optimizers,
+    served: bool,
+    loss: Loss | None = None,
+) -> FastPathTraits:
     weights = [p for p in model.parameters() if p.is_floating_point()]
     blocks = _alike(model, repeated_blocks(model))
-    return Traits(
+    return FastPathTraits(
         machine=machine,
         blocks=blocks,
         compiled=any(is_compiled(module) for module in model.modules()),
@@ -89,7 +96,7 @@ def traits_of(
         convolutions=_has_convolutions(model),
         views=_views(model),
         odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
-        unsafe=unsafe(model, loss),
+        unsafe=find_autocast_unsafe(model, loss),
         fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
         unset={key: type(o).__name__ for key, o in optimizers.items() if _is_unset(o)},
         unfused=_unfused(plan, model, served),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class InPlace:
+class ModuleCallOverride:
     """It is bound to its module, so that copies of the module, and what is written to a file, go without."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -25,11 +25,11 @@ class InPlace:
 
 
 def put_in_place(module: nn.Module, call: Callable[..., Any]) -> None:
-    module._compiled_call_impl = InPlace(call)
+    module._compiled_call_impl = ModuleCallOverride(call)
 
 
 def is_ours(module: nn.Module) -> bool:
-    return isinstance(module._compiled_call_impl, InPlace)
+    return isinstance(module._compiled_call_impl, ModuleCallOverride)
 
 
 def forget(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 _VALUES = operator.methodcaller("values")
 
 
-class Structure:
+class ModuleStructure:
     """As it was; it takes some microseconds a hundred modules to see whether it still is."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

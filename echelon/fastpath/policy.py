@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from echelon.base.errors import UsageError
-from echelon.fastpath.traits import Traits
+from echelon.fastpath.traits import FastPathTraits
 from echelon.strategy import Fast
-from echelon.strategy.fastpath_choice import WHOLE, Chosen
+from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
 OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=False, pad=False)
 
@@ -17,7 +17,7 @@ NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last",
 ALREADY = "the model was compiled before distribute()"
 
 
-def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
+def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
     """``amp``: what the Strategy says of it; None leaves it open, False refuses it."""
     reasons = {
         "compile": _no_compile(traits),
@@ -29,7 +29,7 @@ def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
     on = {part: _is_on(part, getattr(asked, part), reason, traits) for part, reason in reasons.items()}
     compiled = _compiled(asked, traits) if on["compile"] else ()
     no_pad = _no_pad(compiled, on["bf16"] or bool(amp) or not traits.fp32, traits)
-    return Chosen(
+    return FastPathChoice(
         compiled=compiled,
         channels_last=on["channels_last"],
         fused=traits.unset if on["fused"] else {},
@@ -44,7 +44,7 @@ def decide(asked: Fast, amp: object, traits: Traits) -> Chosen:
     )
 
 
-def _is_on(part: str, wish: object, reason: str | None, traits: Traits) -> bool:
+def _is_on(part: str, wish: object, reason: str | None, traits: FastPathTraits) -> bool:
     if wish is None:  # by itself only where it has been measured to pay: on GPUs
         return traits.machine.cuda and reason is None
     if wish is False:
@@ -55,7 +55,7 @@ def _is_on(part: str, wish: object, reason: str | None, traits: Traits) -> bool:
     return True
 
 
-def _impossible(part: str, reason: str | None, traits: Traits) -> str | None:
+def _impossible(part: str, reason: str | None, traits: FastPathTraits) -> str | None:
     """Of what speaks against a part, what a user's wish cannot overrule."""
     if part == "compile":
         return traits.cut or (ALREADY if traits.compiled else None)
@@ -66,7 +66,7 @@ def _impossible(part: str, reason: str | None, traits: Traits) -> str | None:
     return reason
 
 
-def _no_compile(traits: Traits) -> str | None:
+def _no_compile(traits: FastPathTraits) -> str | None:
     if traits.compiled:
         return ALREADY
     if traits.machine.cuda and not traits.machine.triton:
@@ -74,7 +74,7 @@ def _no_compile(traits: Traits) -> str | None:
     return traits.cut or traits.only_blocks or traits.slow_inside
 
 
-def _no_bf16(amp: object, traits: Traits) -> str | None:
+def _no_bf16(amp: object, traits: FastPathTraits) -> str | None:
     if amp is not None:
         return "Strategy(amp=...) says what to compute in"
     if not traits.fp32:
@@ -84,11 +84,11 @@ def _no_bf16(amp: object, traits: Traits) -> str | None:
     return None if traits.machine.bf16 else "not every device computes in bf16"
 
 
-def _no_graphs(traits: Traits) -> str | None:
+def _no_graphs(traits: FastPathTraits) -> str | None:
     return traits.uncaptured
 
 
-def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: Traits) -> str | None:
+def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: FastPathTraits) -> str | None:
     if not traits.odd:
         return "no large output layer is of an odd size"
     if traits.compiled or compiled == (WHOLE,):
@@ -96,7 +96,7 @@ def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: Traits) -> str | N
     return None if sixteen else "it pays in 16 bits only"
 
 
-def _compiled(asked: Fast, traits: Traits) -> tuple[str, ...]:
+def _compiled(asked: Fast, traits: FastPathTraits) -> tuple[str, ...]:
     """Blocks that are alike are compiled once for all, in seconds. Of blocks that differ, the compiler would make one
     program for all shapes: a whole is quicker."""
     if asked.compile == "blocks" and not traits.blocks:
@@ -110,7 +110,7 @@ def _compiled(asked: Fast, traits: Traits) -> tuple[str, ...]:
     return (WHOLE,) if whole else traits.blocks
 
 
-def _is_news(part: str, amp: object, traits: Traits) -> bool:
+def _is_news(part: str, amp: object, traits: FastPathTraits) -> bool:
     """What concerns nobody is not said: channels of a model without images, 16 bits where the user has spoken, graphs,
     which are for small steps of one rank."""
     return not (

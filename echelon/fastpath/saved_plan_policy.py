@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from echelon.distributed.world import World
-from echelon.fastpath.inspect import quickened
+from echelon.fastpath.inspect import choose_fast_path
 from echelon.plan import Plan
 from echelon.strategy import Fast, Strategy
 
@@ -29,6 +29,6 @@ def with_units(
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> Plan:
     """With the units that the draft has compiled."""
-    plan = quickened(plan, Strategy(fast=WITHIN), world, model, optimizers)
+    plan = choose_fast_path(plan, Strategy(fast=WITHIN), world, model, optimizers)
     units = tuple(name for names in saved.units for name in names) if saved.draft.compile else ()
     return dataclasses.replace(plan, fast=dataclasses.replace(plan.fast, compiled=units))

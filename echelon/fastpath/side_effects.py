@@ -12,7 +12,7 @@ from echelon.fastpath.module_structure import PLAIN, REGISTERS, is_nan, place_of
 Look = dict[tuple[str, str], Any]
 
 
-def look_at(model: nn.Module) -> Look:
+def snapshot_attributes(model: nn.Module) -> Look:
     """All attributes of all modules, as things that can be compared: values, and of tensors where they lie."""
     return {
         (name, attribute): _look(value)
@@ -21,7 +21,7 @@ def look_at(model: nn.Module) -> Look:
     }
 
 
-def left_behind(before: Look, after: Look) -> str | None:
+def find_side_effect(before: Look, after: Look) -> str | None:
     """The first attribute that was set anew, by its full name."""
     for at in [*after, *before]:
         if before.get(at, _ABSENT) != after.get(at, _ABSENT):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.strategy.fastpath_choice import WHOLE, Chosen
+from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
 
-def lines(chosen: Chosen) -> Iterator[str]:
+def lines(chosen: FastPathChoice) -> Iterator[str]:
     """What runs, and one line for each part that does not."""
     if chosen.any:
         yield f"fast: {'; '.join(_parts(chosen))}; Strategy(fast=False) switches it off"
@@ -15,7 +15,7 @@ def lines(chosen: Chosen) -> Iterator[str]:
         yield f"fast: {part} left out: {reason}"
 
 
-def _parts(chosen: Chosen) -> Iterator[str]:
+def _parts(chosen: FastPathChoice) -> Iterator[str]:
     if chosen.compiled:
         yield f"compiled {_what(chosen.compiled)}"
     if chosen.bf16:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from echelon.fastpath.module_structure import PLAIN, Structure, place_of, same
+from echelon.fastpath.module_structure import PLAIN, ModuleStructure, place_of, same
 from echelon.fastpath.user_hooks import on_gradients
 
 _GONE = object()
 
 
-class Signature:
+class StepSignature:
     """What a captured step has written into it; a step that differs in any of it must run as it is written. None has
     hooks on gradients."""
 
@@ -24,7 +24,7 @@ class Signature:
         self._parameters = list(model.parameters())
         self._weights = _weights(self._parameters)
         self._values = _python_values(model)
-        self._structure_of_model = Structure(model, next(model.parameters()).device)
+        self._structure_of_model = ModuleStructure(model, next(model.parameters()).device)
 
     def fits(self, batch: Any) -> bool:
         leaves, structure = tree_flatten(batch)

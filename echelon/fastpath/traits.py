@@ -8,7 +8,7 @@ from echelon.base.config import strict
 
 
 @strict
-class Machine:
+class DeviceCapabilities:
     """What a rank's device can do; of several ranks, what all of them can. ``triton``: torch.compile has its tools."""
 
     cuda: bool = False
@@ -17,7 +17,7 @@ class Machine:
 
 
 @strict
-class Traits:
+class FastPathTraits:
     """Of the devices, the model, its optimizers and the plan. Reasons are in words, and None where there is none.
 
     blocks:      the repeated blocks, where all of them are alike
@@ -34,7 +34,7 @@ class Traits:
     uncaptured:  why a step is more than one forward and backward pass of this device
     """
 
-    machine: Machine = Machine()
+    machine: DeviceCapabilities = DeviceCapabilities()
     blocks: tuple[str, ...] = ()
     compiled: bool = False
     cut: str | None = None

@@ -15,17 +15,17 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from echelon.base.environment import REQUEUE
-from echelon.launcher.agent_plugin import Companion
+from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure, first_cause, read_record
-from echelon.launcher.graceful_stop import Marks, let_leave
-from echelon.launcher.interval import Pace
+from echelon.launcher.graceful_stop import GracefulStopMarkers, request_graceful_stop
+from echelon.launcher.interval import PollInterval
 from echelon.launcher.job import Job
-from echelon.launcher.orphan_reaper import Guard, end_sessions
+from echelon.launcher.orphan_reaper import OrphanReaper, end_sessions
 from echelon.launcher.rank_environment import RankEnvironment, forget_logs
-from echelon.launcher.rendezvous.handler import Muster, RoundEnded
-from echelon.launcher.rendezvous.messages import Verdict, host_failure
+from echelon.launcher.rendezvous.handler import LauncherRendezvous, RoundEnded
+from echelon.launcher.rendezvous.messages import RoundOutcome, host_failure
 from echelon.launcher.rendezvous.store_client import StoreGone
-from echelon.launcher.signals import Notice, signals_held
+from echelon.launcher.signals import StopNotice, signals_held
 from echelon.observability.runlog.events import Kind, note_beside
 
 #: Seconds between asking the ranks to end and killing them; those that would save first, which cannot any more.
@@ -44,7 +44,7 @@ class JobFailed(Exception):
         self.failure = failure
 
 
-class Left(Exception):
+class HostPreempted(Exception):
     """This host was asked to go, and its ranks have saved. ``goes_on``: the job does, without it."""
 
     def __init__(self, number: signal.Signals, goes_on: bool) -> None:
@@ -58,12 +58,12 @@ class HostAgent(LocalElasticAgent):
     def __init__(
         self,
         job: Job,
-        muster: Muster,
+        muster: LauncherRendezvous,
         ranks: RankEnvironment,
-        guard: Guard,
+        guard: OrphanReaper,
         host: str,
-        marks: Marks,
-        companions: Sequence[Companion] = (),
+        marks: GracefulStopMarkers,
+        companions: Sequence[AgentPlugin] = (),
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -80,10 +80,10 @@ class HostAgent(LocalElasticAgent):
         self._marks, self._companions, self._grace = marks, companions, job.grace
         self._sessions: list[int] = []
         self._succeeded = False
-        self._notice = Notice()
+        self._notice = StopNotice()
         self._left_since: float | None = None
-        self._pace = Pace(ASK if job.nnodes > 1 else 0.0)
-        self._looks = Pace(ASK)
+        self._pace = PollInterval(ASK if job.nnodes > 1 else 0.0)
+        self._looks = PollInterval(ASK)
 
     def _invoke_run(self, role: str = "") -> RunResult:
         """Until every rank of every host is done; raises ``JobFailed`` when a failure is final."""
@@ -99,7 +99,7 @@ class HostAgent(LocalElasticAgent):
                     self._announce(verdict)
                     self._end(verdict)
             except StoreGone as gone:
-                verdict = self._muster.without_store(gone)
+                verdict = self._muster.recover_lost_store(gone)
                 self._announce(verdict)
                 self._end(verdict)
             except RoundEnded as end:
@@ -113,7 +113,7 @@ class HostAgent(LocalElasticAgent):
     def _success(self) -> RunResult:
         return RunResult(WorkerState.SUCCEEDED, {rank.global_rank: None for rank in self._worker_group.workers})
 
-    def _begin(self, verdict: Verdict | None) -> None:
+    def _begin(self, verdict: RoundOutcome | None) -> None:
         before = self._muster.lineup
         if self._notice.given is not None:  # it came while another cause ended the ranks
             raise SignalException(f"stopped by {self._notice.given.name}", self._notice.given)
@@ -125,7 +125,7 @@ class HostAgent(LocalElasticAgent):
         for companion in self._companions:
             companion.begin(self._round, pids)
 
-    def _watch(self) -> Verdict | None:
+    def _watch(self) -> RoundOutcome | None:
         """Until the round is over: by this verdict, or because all is done."""
         while True:
             time.sleep(LOOK)
@@ -135,7 +135,7 @@ class HostAgent(LocalElasticAgent):
             if verdict is not None or self._succeeded:
                 return verdict
 
-    def _local_verdict(self) -> Verdict | None:
+    def _local_verdict(self) -> RoundOutcome | None:
         codes = self._exit_codes()
         failures = [self._describe(rank, code) for rank, code in codes if code and not self._has_left(rank, code)]
         if failures:
@@ -150,7 +150,7 @@ class HostAgent(LocalElasticAgent):
                     return self._muster.settle(found, "stuck")
         return None
 
-    def _others_verdict(self) -> Verdict | None:
+    def _others_verdict(self) -> RoundOutcome | None:
         """What the other hosts say; also takes note when the whole job is done."""
         if not self._pace.due():
             return None
@@ -169,14 +169,14 @@ class HostAgent(LocalElasticAgent):
             raise SignalException(f"stopped by {number.name}", number)
         leaving = host_failure(self._host, f"is leaving ({number.name})", REQUEUE)
         try:
-            verdict = self._muster.take_leave(leaving)
+            verdict = self._muster.leave_rendezvous(leaving)
         except StoreGone:
-            verdict = Verdict(leaving, again=False, cause="leaving")
+            verdict = RoundOutcome(leaving, again=False, cause="leaving")
         if not self._end(verdict, asked=True):
             raise SignalException(f"stopped by {number.name}", number)
-        raise Left(number, goes_on=verdict.again)
+        raise HostPreempted(number, goes_on=verdict.again)
 
-    def _left_unasked(self, codes: list[int | None]) -> Verdict | None:
+    def _left_unasked(self, codes: list[int | None]) -> RoundOutcome | None:
         """Ranks have left though nobody here asked them to: another host did and says so, or somebody asked a rank."""
         now = time.monotonic()
         self._left_since = self._left_since or now
@@ -191,12 +191,12 @@ class HostAgent(LocalElasticAgent):
     def _has_left(self, rank: Worker, code: int) -> bool:
         return code == REQUEUE and self._marks.has(rank.global_rank)
 
-    def _end(self, verdict: Verdict, asked: bool = False) -> bool:
+    def _end(self, verdict: RoundOutcome, asked: bool = False) -> bool:
         """End the ranks of this round; whether all have saved and left of their own will."""
         left = False
         if (verdict.soft or asked) and self._can_leave():
             running = [int(rank.id) for rank, code in self._exit_codes() if code is None]
-            left = let_leave(running, lambda: [code for _, code in self._exit_codes()], self._grace)
+            left = request_graceful_stop(running, lambda: [code for _, code in self._exit_codes()], self._grace)
             if left and verdict.again and not any(code for _, code in self._exit_codes()):
                 self._finish_all()
         self._stop_workers(self._worker_group)
@@ -205,7 +205,7 @@ class HostAgent(LocalElasticAgent):
         with contextlib.suppress(StoreGone):
             self._muster.ended()
             if left and (asked or not verdict.again):
-                self._muster.outlast(self._grace)
+                self._muster.wait_for_other_hosts(self._grace)
         return left
 
     def _end_companions(self) -> None:
@@ -227,7 +227,7 @@ class HostAgent(LocalElasticAgent):
         if self._muster.is_first:
             note_beside(kind, text, failure.of_rank if failure is not None else None)
 
-    def _announce(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: RoundOutcome) -> None:
         if verdict.again and verdict.counted:
             restart = f"restart {self._muster.lineup.restarts + 1} of {self._worker_group.spec.max_restarts}"
             cause = f"{verdict.failure.who} {verdict.failure.how}"

@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from echelon.launcher.failure import Failure
-    from echelon.launcher.rendezvous.messages import Host
+    from echelon.launcher.rendezvous.messages import RendezvousHost
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Round:
     number: int
     node_rank: int
     #: in order; ``host.endpoints`` has one entry for each of its ranks
-    hosts: tuple[Host, ...]
+    hosts: tuple[RendezvousHost, ...]
     #: what launchers write for one another in this round. Calls may raise RuntimeError when the serving host is gone
     board: Store
     #: address and port by which ranks, and their launcher, reach the store of the ranks from this host
@@ -39,12 +39,12 @@ class Round:
         return sum(len(host.endpoints) for host in self.hosts[: self.node_rank])
 
 
-class Companion(Protocol):
+class AgentPlugin(Protocol):
     """Lives as long as the launcher; a round is announced before its ranks start and ended after they have."""
 
     @property
     def card(self) -> Mapping[str, str]:
-        """What the launchers of the other hosts must know of this one (``Host.extras``)."""
+        """What the launchers of the other hosts must know of this one (``RendezvousHost.extras``)."""
         ...
 
     def environment(self, at: Round) -> Mapping[str, str]:

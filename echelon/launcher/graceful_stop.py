@@ -15,7 +15,7 @@ from echelon.base.environment import LEAVE_MARK, REQUEUE
 _LOOK = 0.05
 
 
-class Marks:
+class GracefulStopMarkers:
     """The directory in which a rank that can save and stop puts a file; emptied for every round."""
 
     def __init__(self, records: Path) -> None:
@@ -37,7 +37,7 @@ class Marks:
         return (self._directory / f"rank-{rank}").exists()
 
 
-def let_leave(pids: Iterable[int], codes: Callable[[], list[int | None]], grace: float) -> bool:
+def request_graceful_stop(pids: Iterable[int], codes: Callable[[], list[int | None]], grace: float) -> bool:
     """Ask them to save and end, and wait; whether all have, in time and of their own will."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -45,9 +45,9 @@ def let_leave(pids: Iterable[int], codes: Callable[[], list[int | None]], grace:
     deadline = time.monotonic() + grace
     while None in codes() and time.monotonic() < deadline:
         time.sleep(_LOOK)
-    return have_left(codes())
+    return all_stopped_gracefully(codes())
 
 
-def have_left(codes: Iterable[int | None]) -> bool:
+def all_stopped_gracefully(codes: Iterable[int | None]) -> bool:
     """All have saved and ended, or are through with all their work."""
     return all(code in (0, REQUEUE) for code in codes)

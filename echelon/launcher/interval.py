@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Pace:
+class PollInterval:
     """Tells when another ``seconds`` have passed."""
 
     seconds: float

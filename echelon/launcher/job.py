@@ -13,7 +13,7 @@ from typing import Literal
 from echelon.base import network
 from echelon.base.errors import UsageError, nearest
 from echelon.distributed import rank_main
-from echelon.launcher.ps_roles import MAX_RESTARTS, Roles
+from echelon.launcher.ps_roles import MAX_RESTARTS, ParameterServerRoles
 from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
 from echelon.strategy.recorded_steps import check_steps
 
@@ -64,7 +64,7 @@ class Job:
     #: the file with the plan that the ranks run
     plan: Path | None = None
     #: of a job with parameter servers; ``procs`` are its workers then
-    roles: Roles | None = None
+    roles: ParameterServerRoles | None = None
 
     @property
     def master(self) -> tuple[str, int] | None:
@@ -108,7 +108,7 @@ def check(
     on_stall: str = "end",
     checked: bool = False,
     traceback: bool = False,
-    roles: Roles | None = None,
+    roles: ParameterServerRoles | None = None,
     plan: str | None = None,
     timeline: str | None = None,
 ) -> Job:

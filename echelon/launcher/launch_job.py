@@ -39,23 +39,23 @@ from echelon.base.environment import (
 )
 from echelon.base.errors import EchelonError, PeerLost
 from echelon.base.job_secret import find_token
-from echelon.launcher.agent import HostAgent, JobFailed, Left
-from echelon.launcher.agent_plugin import Companion
+from echelon.launcher.agent import HostAgent, HostPreempted, JobFailed
+from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure
-from echelon.launcher.graceful_stop import Marks
+from echelon.launcher.graceful_stop import GracefulStopMarkers
 from echelon.launcher.job import Job
-from echelon.launcher.memory_plugin import Memory
-from echelon.launcher.orphan_reaper import Guard
-from echelon.launcher.ps_job import gather
+from echelon.launcher.memory_plugin import MemoryCheckpointPlugin
+from echelon.launcher.orphan_reaper import OrphanReaper
+from echelon.launcher.ps_job import create_ps_job
 from echelon.launcher.ps_roles import open_session, share
 from echelon.launcher.rank_environment import RankEnvironment, export, forget_logs
-from echelon.launcher.rendezvous.handler import Muster
+from echelon.launcher.rendezvous.handler import LauncherRendezvous
 from echelon.launcher.rendezvous.messages import host_failure
-from echelon.launcher.rendezvous.open import open_muster, own_address
-from echelon.launcher.rendezvous.participant import NotNeeded
-from echelon.launcher.signals import heed_signals
-from echelon.launcher.stall_plugin import StallWatch
-from echelon.launcher.wait_lines import WaitLines
+from echelon.launcher.rendezvous.open_rendezvous import open_rendezvous, own_address
+from echelon.launcher.rendezvous.participant import SpareHostReleased
+from echelon.launcher.signals import install_launcher_signal_handlers
+from echelon.launcher.stall_plugin import StallPlugin
+from echelon.launcher.startup_wait_plugin import StartupWaitPlugin
 from echelon.observability.runlog.events import note_beside
 from echelon.observability.runlog.log_files import given_directory
 from echelon.parameter_server.protocol.port_check import check_port
@@ -67,12 +67,12 @@ def launch(job: Job) -> int:
         for index in job.roles.servers:
             check_port(job.roles.endpoints[index])
     _hush_torch()
-    heed_signals()
+    install_launcher_signal_handlers()
     _forget_surrounding_job()
     if job.one_host and job.master is not None:
         _say("--master is not needed for a job on one host and is left out")
     try:
-        with tempfile.TemporaryDirectory(prefix="echelon-") as records, Guard(records) as guard:
+        with tempfile.TemporaryDirectory(prefix="echelon-") as records, OrphanReaper(records) as guard:
             return _run_ranks(job, Path(records), guard) if job.roles is None else _run_roles(job, Path(records), guard)
     except SignalException as stop:
         return _stopped(stop)
@@ -110,16 +110,16 @@ def _forget_surrounding_job() -> None:
             os.environ.pop(name, None)
 
 
-def _run_ranks(job: Job, records: Path, guard: Guard) -> int:
+def _run_ranks(job: Job, records: Path, guard: OrphanReaper) -> int:
     address = own_address(job)
     export(job, address)
     with contextlib.ExitStack() as closing:
         companions = _companions(job, address, records)
         for companion in companions:
             closing.callback(companion.close)
-        muster = open_muster(job, address, lambda: _cards(companions), _say)
+        muster = open_rendezvous(job, address, lambda: _cards(companions), _say)
         ranks = RankEnvironment(job.log_dir, records)
-        agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), Marks(records), companions)
+        agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), GracefulStopMarkers(records), companions)
         try:
             return _run_agent(agent, muster)
         finally:
@@ -127,7 +127,7 @@ def _run_ranks(job: Job, records: Path, guard: Guard) -> int:
                 _tell_timeline()
 
 
-def _run_agent(agent: HostAgent, muster: Muster) -> int:
+def _run_agent(agent: HostAgent, muster: LauncherRendezvous) -> int:
     last_word, goes_on = "", False
     try:
         agent.run()
@@ -138,11 +138,11 @@ def _run_agent(agent: HostAgent, muster: Muster) -> int:
         _report(end.failure)
         agent.note("failed", last_word, end.failure)
         return end.failure.status
-    except Left as end:
+    except HostPreempted as end:
         last_word, goes_on = f"it was stopped by {end.number.name}", end.goes_on
         agent.note("ended", f"stopped by {end.number.name} after saving")
         return _left(end)
-    except NotNeeded as end:
+    except SpareHostReleased as end:
         _say(str(end))
         return 0
     except SignalException as stop:
@@ -159,19 +159,22 @@ def _run_agent(agent: HostAgent, muster: Muster) -> int:
             muster.depart(last_word, goes_on)
 
 
-def _companions(job: Job, address: str, records: Path) -> list[Companion]:
+def _companions(job: Job, address: str, records: Path) -> list[AgentPlugin]:
     """What this launcher keeps beside its ranks."""
-    companions: list[Companion] = [WaitLines(records, _say), StallWatch(job.stall, ends=job.on_stall == "end")]
+    companions: list[AgentPlugin] = [
+        StartupWaitPlugin(records, _say),
+        StallPlugin(job.stall, ends=job.on_stall == "end"),
+    ]
     if job.copies:
-        companions.append(Memory(address, find_token(), job.copies))
+        companions.append(MemoryCheckpointPlugin(address, find_token(), job.copies))
     return companions
 
 
-def _cards(companions: Sequence[Companion]) -> dict[str, str]:
+def _cards(companions: Sequence[AgentPlugin]) -> dict[str, str]:
     return {name: value for companion in companions for name, value in companion.card.items()}
 
 
-def _run_roles(job: Job, records: Path, guard: Guard) -> int:
+def _run_roles(job: Job, records: Path, guard: OrphanReaper) -> int:
     roles = job.roles
     assert roles is not None
     session = open_session(roles, job.log_dir, os.environ)
@@ -181,12 +184,12 @@ def _run_roles(job: Job, records: Path, guard: Guard) -> int:
         forget_logs(job.log_dir, "rank", beyond=roles.trainers)
         forget_logs(job.log_dir, "server", beyond=len(roles.endpoints))
     try:
-        gather(job, roles, session, records, guard).run()
+        create_ps_job(job, roles, session, records, guard).run()
     except JobFailed as end:
         _report(end.failure)
         note_beside("failed", end.failure.line, end.failure.of_rank)
         status = end.failure.status
-    except Left as end:
+    except HostPreempted as end:
         status = _left(end)
     except SignalException as stop:
         status = _stopped(stop)
@@ -219,14 +222,14 @@ def _report(failure: Failure) -> None:
         _say(f"its log is {failure.log}{here}")
 
 
-def _tell_others(muster: Muster, why: str, exit_code: int) -> bool:
+def _tell_others(muster: LauncherRendezvous, why: str, exit_code: int) -> bool:
     """Whether the job goes on without this host."""
     with contextlib.suppress(PeerLost):
-        return bool(muster.hosts) and muster.take_leave(host_failure(socket.gethostname(), why, exit_code)).again
+        return bool(muster.hosts) and muster.leave_rendezvous(host_failure(socket.gethostname(), why, exit_code)).again
     return False
 
 
-def _left(end: Left) -> int:
+def _left(end: HostPreempted) -> int:
     _say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
     return REQUEUE
 

@@ -15,7 +15,7 @@ from echelon.launcher.failure import STANDSTILL, Failure, read_record
 
 
 @dataclass
-class Member:
+class ManagedProcess:
     """One server or worker, over all its restarts."""
 
     role: str
@@ -85,7 +85,7 @@ class Member:
         return read_record(self.record)
 
 
-def await_end(members: Sequence[Member], seconds: float, look: float) -> None:
+def await_end(members: Sequence[ManagedProcess], seconds: float, look: float) -> None:
     """Wait until all that were started have ended, at most so long."""
     deadline = time.monotonic() + seconds
     while any(member.session and member.exit_code is None for member in members) and time.monotonic() < deadline:

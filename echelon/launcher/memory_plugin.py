@@ -1,4 +1,4 @@
-"""``Memory``: what a launcher runs so that its ranks' copies outlive them."""
+"""``MemoryCheckpointPlugin``: what a launcher runs so that its ranks' copies outlive them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from echelon.base.environment import COPIES, MEMORY
-from echelon.checkpoint.in_memory.snapshot_server import Server
+from echelon.checkpoint.in_memory.snapshot_server import SnapshotServer
 
 if TYPE_CHECKING:
     from echelon.launcher.agent_plugin import Round
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ADDRESS, _KEY = "memory", "memory_key"  # on the card
 
 
-class Memory:
+class MemoryCheckpointPlugin:
     """A companion of the launcher. Ranks copy their state here after every ``copies`` steps.
 
     ``address`` is this host's, as the other hosts see it. Without a ``token`` of the job the memory asks for one of its
@@ -28,7 +28,7 @@ class Memory:
     def __init__(self, address: str, token: bytes | None, copies: int) -> None:
         self._own_key = "" if token else secrets.token_hex(16)
         self._copies = copies
-        self.server = Server(address, token or self._own_key.encode())
+        self.server = SnapshotServer(address, token or self._own_key.encode())
 
     @property
     def card(self) -> Mapping[str, str]:

@@ -42,7 +42,7 @@ def end_sessions(sessions: Iterable[int], patience: float = 5.0) -> None:
         time.sleep(0.02)
 
 
-class Guard:
+class OrphanReaper:
     """The launcher's end of the pipe."""
 
     def __init__(self, records: str) -> None:
@@ -58,7 +58,7 @@ class Guard:
     def watch(self, sessions: Iterable[int]) -> None:
         self._tell(" ".join(str(session) for session in sessions))
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> OrphanReaper:
         return self
 
     def __exit__(

@@ -19,18 +19,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.base.environment import BOUND_MARK, REQUEUE, RESTART_COUNT
 from echelon.distributed import rank_main as worker_program
-from echelon.launcher.agent import GRACE, LOOK, NO_GRACE, JobFailed, Left, say
+from echelon.launcher.agent import GRACE, LOOK, NO_GRACE, HostPreempted, JobFailed, say
 from echelon.launcher.failure import Failure, first_cause
-from echelon.launcher.graceful_stop import Marks, have_left, let_leave
+from echelon.launcher.graceful_stop import GracefulStopMarkers, all_stopped_gracefully, request_graceful_stop
 from echelon.launcher.job import Job
-from echelon.launcher.managed_process import Member, await_end
-from echelon.launcher.orphan_reaper import Guard, end_sessions
-from echelon.launcher.ps_roles import Roles, Session, server_environment, worker_environments
+from echelon.launcher.managed_process import ManagedProcess, await_end
+from echelon.launcher.orphan_reaper import OrphanReaper, end_sessions
+from echelon.launcher.ps_roles import JobSession, ParameterServerRoles, server_environment, worker_environments
 from echelon.launcher.rendezvous.messages import host_failure
-from echelon.launcher.rendezvous.open import WorkersStore
-from echelon.launcher.signals import Notice, signals_held
-from echelon.launcher.stopped_processes import Standstill
-from echelon.launcher.wait_lines import WaitLines
+from echelon.launcher.rendezvous.open_rendezvous import WorkersStore
+from echelon.launcher.signals import StopNotice, signals_held
+from echelon.launcher.startup_wait_plugin import StartupWaitPlugin
+from echelon.launcher.stopped_processes import StoppedProcesses
 from echelon.observability.runlog.events import note_beside
 
 #: Seconds for servers to end by themselves when all workers of the job have.
@@ -39,20 +39,24 @@ FAREWELL = 10.0
 FIRST_CAUSE_WAIT = 5.0
 
 
-def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard) -> Crew:
+def create_ps_job(
+    job: Job, roles: ParameterServerRoles, session: JobSession, records: Path, guard: OrphanReaper
+) -> ParameterServerJob:
     """The crew of this host, nobody started yet. What all inherit lies in our own environment."""
     host = socket.gethostname()
     serve = (worker_program.__file__, str(os.getpid()), str(job.log_dir), "module", "echelon.launcher.server_main")
 
-    def member(role: str, log: str, index: int, count: int, command: Sequence[str], env: dict[str, str]) -> Member:
+    def member(
+        role: str, log: str, index: int, count: int, command: Sequence[str], env: dict[str, str]
+    ) -> ManagedProcess:
         name = f"{log}-{index}"
         files = job.log_dir / f"{name}.log", records / f"{name}.json"
         told = env | waits.environment()
-        return Member(role, index, count, host, (sys.executable, *command), told, *files)
+        return ManagedProcess(role, index, count, host, (sys.executable, *command), told, *files)
 
-    marks, waits = Marks(records), WaitLines(records, say)
+    marks, waits = GracefulStopMarkers(records), StartupWaitPlugin(records, say)
     servers, workers = len(roles.endpoints), enumerate(worker_environments(roles), roles.first_trainer)
-    return Crew(
+    return ParameterServerJob(
         [member("server", "server", n, servers, serve, server_environment(roles, n, session)) for n in roles.servers],
         [member("worker", "rank", n, roles.trainers, job.command, env | marks.environment) for n, env in workers],
         guard=guard,
@@ -62,12 +66,12 @@ def gather(job: Job, roles: Roles, session: Session, records: Path, guard: Guard
         one_host=roles.one_host,
         marks=marks,
         grace=job.grace,
-        standstill=Standstill(job.stall if job.on_stall == "end" else 0.0),
+        standstill=StoppedProcesses(job.stall if job.on_stall == "end" else 0.0),
         waits=waits,
     )
 
 
-class Crew:
+class ParameterServerJob:
     """``meet`` tells workers where they would meet, anew for every attempt; ``bound`` exists when they have met.
 
     marks, grace:  which workers can save and leave when asked, and how many seconds they are given for it
@@ -77,28 +81,28 @@ class Crew:
 
     def __init__(
         self,
-        servers: list[Member],
-        workers: list[Member],
+        servers: list[ManagedProcess],
+        workers: list[ManagedProcess],
         *,
-        guard: Guard,
+        guard: OrphanReaper,
         meet: Callable[[], dict[str, str]],
         bound: Path,
         max_restarts: int,
         one_host: bool,
-        marks: Marks,
+        marks: GracefulStopMarkers,
         grace: float,
-        standstill: Standstill,
-        waits: WaitLines,
+        standstill: StoppedProcesses,
+        waits: StartupWaitPlugin,
     ) -> None:
         self._servers, self._workers = servers, workers
         self._guard, self._meet, self._bound = guard, meet, bound
         self._max_restarts, self._one_host = max_restarts, one_host
         self._marks, self._grace, self._standstill, self._waits = marks, grace, standstill, waits
-        self._notice = Notice()
+        self._notice = StopNotice()
         self._attempt = 0
 
     def run(self) -> None:
-        """Until every worker, and every server of workers elsewhere, is done; raises ``JobFailed`` or ``Left``."""
+        """Run until every worker, and every server of workers elsewhere, is done; raise JobFailed or HostPreempted."""
         try:
             self._tell_workers()
             self._start(self._all)
@@ -122,13 +126,13 @@ class Crew:
             self._mend()
 
     @property
-    def _all(self) -> list[Member]:
+    def _all(self) -> list[ManagedProcess]:
         return self._servers + self._workers
 
     def _done(self) -> bool:
         """Servers may end when the workers of this host have, but for those on other hosts they stay."""
         awaited = [] if self._one_host else self._servers
-        return have_left(self._codes()) and all(server.exit_code == 0 for server in awaited)
+        return all_stopped_gracefully(self._codes()) and all(server.exit_code == 0 for server in awaited)
 
     def _codes(self) -> list[int | None]:
         return [worker.exit_code for worker in self._workers]
@@ -142,11 +146,11 @@ class Crew:
             raise stopped
         deadline = time.monotonic() + self._grace
         running = [worker.session for worker in self._workers if worker.exit_code is None]
-        if not let_leave(running, self._codes, self._grace):
+        if not request_graceful_stop(running, self._codes, self._grace):
             raise stopped
         # Workers of other hosts, most likely asked as well, may still be saving with the servers of this one
         await_end(self._servers, FAREWELL if self._one_host else deadline - time.monotonic(), LOOK / 5)
-        raise Left(number, goes_on=False)
+        raise HostPreempted(number, goes_on=False)
 
     def _can_leave(self) -> bool:
         return any(self._marks.has(worker.index) for worker in self._workers)
@@ -188,7 +192,7 @@ class Crew:
             time.sleep(LOOK)
         return cause
 
-    def _may_return(self, member: Member, failure: Failure) -> bool:
+    def _may_return(self, member: ManagedProcess, failure: Failure) -> bool:
         """What is explained in one line would come again, unless it only tells of a lost fellow."""
         together = member.role == "worker" and self._bound.exists()
         if failure.explained and not (together and failure.secondary):
@@ -197,7 +201,7 @@ class Crew:
             return False  # all had taken leave, and what it trained with is gone
         return (self._attempt if together else member.restarts) < self._max_restarts
 
-    def _restart(self, member: Member, failure: Failure) -> None:
+    def _restart(self, member: ManagedProcess, failure: Failure) -> None:
         member.restarts += 1
         _tell(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
         end_sessions([member.session])  # its children
@@ -220,7 +224,7 @@ class Crew:
         for worker in self._workers:
             worker.env |= {**meeting, RESTART_COUNT: str(self._attempt)}
 
-    def _start(self, members: Iterable[Member]) -> None:
+    def _start(self, members: Iterable[ManagedProcess]) -> None:
         with signals_held():
             for member in members:
                 if member.role == "worker":
@@ -228,7 +232,7 @@ class Crew:
                 member.start()
             self._guard.watch([member.session for member in self._all if member.session])
 
-    def _end(self, members: list[Member]) -> None:
+    def _end(self, members: list[ManagedProcess]) -> None:
         """Ask them to end, kill those that do not, then whatever they left running in their sessions."""
         with signals_held():
             for member in members:
@@ -246,6 +250,6 @@ def _tell(restart: str) -> None:
     note_beside("restart", restart)
 
 
-def _has_failed(member: Member) -> bool:
+def _has_failed(member: ManagedProcess) -> bool:
     """A worker that has saved and left has not."""
     return bool(member.exit_code) and not (member.role == "worker" and member.exit_code == REQUEUE)

@@ -35,7 +35,7 @@ MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class Roles:
+class ParameterServerRoles:
     """A checked request.
 
     endpoints:      of all servers of the job, in their order
@@ -65,8 +65,8 @@ def check_roles(
     trainers: int | None,
     trainer_id_from: int | None,
     state: str | None,
-) -> Roles | None:
-    """The options as typed, made into ``Roles``, or a one-line ``UsageError``; ``None`` for a job without servers."""
+) -> ParameterServerRoles | None:
+    """Return the roles that the options ask for; None for a job without servers. A mistake raises ``UsageError``."""
     if servers is None and pservers is None:
         given = {"--workers": workers, "--trainers": trainers, "--trainer-id-from": trainer_id_from, "--state": state}
         if odd := next((name for name, value in given.items() if value is not None), None):
@@ -77,7 +77,7 @@ def check_roles(
     endpoints, own = _own_endpoints(servers or 0) if pservers is None else _listed_endpoints(pservers, servers)
     if not own and not here:
         raise UsageError("no server of the list is on this host and --workers is 0; there is nothing to start here")
-    return Roles(endpoints, own, here, total, first, None if state is None else Path(state).absolute())
+    return ParameterServerRoles(endpoints, own, here, total, first, None if state is None else Path(state).absolute())
 
 
 def _count_workers(here: int, trainers: int | None, first: int | None, listed: bool) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def _listed_endpoints(pservers: str, wanted: int | None) -> tuple[tuple[str, ...
 
 
 @dataclass(frozen=True)
-class Session:
+class JobSession:
     """One run of the job: its name, and the directory in which its servers keep their state."""
 
     name: str
@@ -139,11 +139,11 @@ class Session:
             shutil.rmtree(self.state, ignore_errors=True)
 
 
-def open_session(roles: Roles, log_dir: Path, env: Mapping[str, str]) -> Session:
+def open_session(roles: ParameterServerRoles, log_dir: Path, env: Mapping[str, str]) -> JobSession:
     """A new session, or the one whose state --state holds: then the servers go on where they were."""
     name = env.get(PS_SESSION) or _session_of(roles.state) or (secrets.token_hex(4) if roles.one_host else BY_HAND)
     own = log_dir / f"servers-{name if roles.one_host else secrets.token_hex(4)}"
-    session = Session(name, roles.state or own, passing=roles.state is None)
+    session = JobSession(name, roles.state or own, passing=roles.state is None)
     if roles.servers:
         try:
             session.state.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model is in it
@@ -159,7 +159,7 @@ def _session_of(state: Path | None) -> str:
     return (state / "session").read_text().strip()
 
 
-def share(roles: Roles, session: Session, records: Path, join_timeout: float) -> None:
+def share(roles: ParameterServerRoles, session: JobSession, records: Path, join_timeout: float) -> None:
     """Put into our own environment, which all inherit, what is the same for servers and workers.
 
     The secret goes by this way and no other: command lines can be read by every user of the host.
@@ -175,7 +175,7 @@ def share(roles: Roles, session: Session, records: Path, join_timeout: float) ->
         os.environ.setdefault(PS_TOKEN, secrets.token_hex(16))
 
 
-def server_environment(roles: Roles, index: int, session: Session) -> dict[str, str]:
+def server_environment(roles: ParameterServerRoles, index: int, session: JobSession) -> dict[str, str]:
     return {
         TRAINING_ROLE: "PSERVER",
         SERVER_INDEX: str(index),
@@ -184,7 +184,7 @@ def server_environment(roles: Roles, index: int, session: Session) -> dict[str, 
     }
 
 
-def worker_environments(roles: Roles) -> list[dict[str, str]]:
+def worker_environments(roles: ParameterServerRoles) -> list[dict[str, str]]:
     """One for each worker here; where the workers would meet is added when they start."""
     ports = network.free_ports(LOOPBACK, roles.workers) if roles.one_host else []
     endpoints = [network.endpoint(LOOPBACK, port) for port in ports]

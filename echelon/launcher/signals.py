@@ -16,7 +16,7 @@ from echelon.distributed.rank_main import HELD_SIGNALS
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Notice:
+class StopNotice:
     """While it is heeded, the first of ``LEAVE_SIGNALS`` is only noted here; the second is an exception like others."""
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Notice:
             _notices.remove(self)
 
 
-_notices: list[Notice] = []
+_notices: list[StopNotice] = []
 
 
-def heed_signals() -> None:
+def install_launcher_signal_handlers() -> None:
     """As torch's agent does once ranks run, but from the start, and leaving alone what nohup set to be ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:

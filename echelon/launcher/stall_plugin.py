@@ -19,14 +19,14 @@ from echelon.base.environment import STALL, STALL_JUDGE
 from echelon.base.errors import EchelonError
 from echelon.launcher.agent_plugin import Round
 from echelon.launcher.failure import STALLED, Failure
-from echelon.observability.stall.detector import Court, Ruling, note_rulings, period
+from echelon.observability.stall.detector import StallDetector, StallReport, log_stall_reports, period
 from echelon.observability.stall.reporter import PREFIX
 
 #: States of a process worth telling others, see proc(5).
 _TELLING = "TtZD"
 
 
-class StallWatch:
+class StallPlugin:
     """A companion of the launcher.
 
     limit: seconds that a rank may be late; 0: for ever
@@ -37,7 +37,7 @@ class StallWatch:
         self._limit, self._ends = limit, ends
         self._at: Round | None = None
         self._pids: Mapping[int, int] = {}
-        self._court: Court | None = None
+        self._court: StallDetector | None = None
         self._states: dict[int, str] = {}
         self._shown = 0
         self._looked = 0.0
@@ -54,7 +54,7 @@ class StallWatch:
         if at.node_rank == 0 and at.world_size > 1 and self._limit > 0:
             host, port = at.rank_store
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-            self._court = Court(PrefixStore(PREFIX, store), at.world_size, self._limit, ends=self._ends)
+            self._court = StallDetector(PrefixStore(PREFIX, store), at.world_size, self._limit, ends=self._ends)
 
     def look(self) -> Failure | None:
         now = time.monotonic()
@@ -86,9 +86,9 @@ class StallWatch:
             self._states = states
             at.board.set(_states_of(at.node_rank), json.dumps(states))
 
-    def _judge(self, at: Round, court: Court, now: float) -> Failure | None:
+    def _judge(self, at: Round, court: StallDetector, now: float) -> Failure | None:
         ruling, lines = court.sit(now, self._all_states(at))
-        note_rulings(ruling, lines)
+        log_stall_reports(ruling, lines)
         for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
             at.board.set(f"stall/table/{int(at.board.add('stall/tables', 1)) - 1}", text)
         if ruling is None or ruling.culprit is None or ruling.finding.works or not self._ends:
@@ -127,7 +127,7 @@ def _read_states(text: bytes) -> dict[int, str]:
         return {}
 
 
-def _failure(at: Round, ruling: Ruling) -> Failure:
+def _failure(at: Round, ruling: StallReport) -> Failure:
     assert ruling.culprit is not None
     rank, status = ruling.culprit.rank, ruling.culprit.status
     return Failure(

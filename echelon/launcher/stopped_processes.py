@@ -13,7 +13,7 @@ STOPPED = ("T", "t")
 BLIND = 5.0
 
 
-class Standstill:
+class StoppedProcesses:
     """limit: seconds that a process may be stopped; 0: for ever"""
 
     def __init__(self, limit: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenRouting:
     """experts: [top, tokens], the number of experts where a token goes nowhere; weights: [top, tokens];
     probabilities: [tokens, experts]."""
 
@@ -24,14 +24,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Queues:
+class ExpertQueues:
     """places: [top, tokens], among those of the same choice and expert; lengths: [top, experts]."""
 
     places: Tensor
     lengths: Tensor
 
 
-def choose(logits: Tensor, top: int, random_second: bool = False) -> Choice:
+def choose(logits: Tensor, top: int, random_second: bool = False) -> TokenRouting:
     """The ``top`` most probable experts of each token; of equal ones the first.
 
     The weight is the probability with one expert, and the two probabilities scaled to a sum of 1 with two.
@@ -41,7 +41,7 @@ def choose(logits: Tensor, top: int, random_second: bool = False) -> Choice:
     first = probabilities.argmax(-1)
     best = probabilities.gather(1, first[:, None])[:, 0]
     if top == 1:
-        return Choice(first[None], best[None], probabilities)
+        return TokenRouting(first[None], best[None], probabilities)
     # Not topk: it does not say which of equal experts comes first, and padding makes all of them equal.
     second = probabilities.detach().scatter(1, first[:, None], -1.0).argmax(-1)
     other = probabilities.gather(1, second[:, None])[:, 0]
@@ -49,10 +49,10 @@ def choose(logits: Tensor, top: int, random_second: bool = False) -> Choice:
     if random_second:
         used = torch.rand_like(weights[1]) < 2 * weights[1]
         second = torch.where(used, second, logits.shape[1])
-    return Choice(torch.stack([first, second]), weights, probabilities)
+    return TokenRouting(torch.stack([first, second]), weights, probabilities)
 
 
-def queue(experts: Tensor, count: int) -> Queues:
+def queue(experts: Tensor, count: int) -> ExpertQueues:
     """Let tokens stand in line for their experts, in their order; each choice has lines of its own."""
     top = experts.shape[0]
     lines = (experts + (count + 1) * torch.arange(top, device=experts.device)[:, None]).flatten()
@@ -61,10 +61,10 @@ def queue(experts: Tensor, count: int) -> Queues:
     begins = lengths.cumsum(0) - lengths
     rising = torch.arange(len(lines), device=lines.device) - begins[lines[order]]
     places = torch.empty_like(lines).scatter_(0, order, rising)
-    return Queues(places.view_as(experts), lengths.view(top, count + 1)[:, :count])
+    return ExpertQueues(places.view_as(experts), lengths.view(top, count + 1)[:, :count])
 
 
-def positions(experts: Tensor, queues: Queues, ahead: Tensor) -> Tensor:
+def positions(experts: Tensor, queues: ExpertQueues, ahead: Tensor) -> Tensor:
     """Each token's position in its expert's capacity; ``ahead`` [top, experts] stand before the queue of a choice."""
     padded = torch.cat([ahead, ahead.new_zeros(len(ahead), 1)], 1)  # for tokens that go nowhere
     return queues.places + padded.gather(1, experts)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
-from echelon.nn.expert_gate import Choice, balance, capacity, choose, positions, queue
+from echelon.nn.expert_gate import TokenRouting, balance, capacity, choose, positions, queue
 
 #: From the rows of each expert [experts, rows, dim] and w1, b1, w2, b2 to its outputs, of the same shape.
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -109,14 +109,14 @@ class MoE(nn.Module):
         """Every expert on its rows: [experts, rows, dim]."""
         return self.expert(rows, self.w1, self.b1, self.w2, self.b2)
 
-    def _weigh(self, rows: Tensor, kept: Tensor, choice: Choice) -> Tensor:
+    def _weigh(self, rows: Tensor, kept: Tensor, choice: TokenRouting) -> Tensor:
         """From what the experts answered, [top * tokens, dim], to each token's output."""
         with torch.no_grad():
             self.dropped = ((choice.experts < self.experts) & ~kept).sum() / max(kept.numel(), 1)
         weights = torch.where(kept, choice.weights, 0.0).to(rows.dtype)
         return (rows.view(*kept.shape, self.dim) * weights[..., None]).sum(0)
 
-    def _choose(self, tokens: Tensor, weight: Tensor) -> Choice:
+    def _choose(self, tokens: Tensor, weight: Tensor) -> TokenRouting:
         # In 32 bits also where the rest has 16: rounding would send tokens elsewhere.
         with torch.autocast(tokens.device.type, enabled=False):
             seen = tokens.float() if tokens.dtype in (torch.float16, torch.bfloat16) else tokens

@@ -87,10 +87,12 @@ def pack(sequences: Sequence[Any], *, multiple: int = MULTIPLE, longest: int | N
     """Tensors [length, ...], arrays or lists of numbers as one row, filled up with ``fill`` to a multiple of
     ``multiple`` tokens."""
     parts = [torch.as_tensor(sequence) for sequence in sequences]
-    return laid_out(torch.cat(parts), [len(part) for part in parts], multiple=multiple, longest=longest, fill=fill)
+    return pack_concatenated(
+        torch.cat(parts), [len(part) for part in parts], multiple=multiple, longest=longest, fill=fill
+    )
 
 
-def laid_out(
+def pack_concatenated(
     values: Tensor, lengths: Sequence[int], *, multiple: int = MULTIPLE, longest: int | None = None, fill: float = 0
 ) -> Packed:
     """As ``pack``, of sequences that lie one after another already: ``values`` [sum of lengths, ...]."""

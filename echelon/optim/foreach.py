@@ -169,7 +169,7 @@ def zeros_for(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def in_full(tensors: list[Tensor]) -> list[Tensor]:
+def as_fp32(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors themselves, or fp32 copies of 16-bit ones."""
     if tensors[0].dtype not in HALVES:
         return tensors
@@ -179,6 +179,6 @@ def in_full(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def write_back(params: list[Tensor], values: list[Tensor]) -> None:
-    """The end of what ``in_full`` began."""
+    """The end of what ``as_fp32`` began."""
     if values is not params:
         torch._foreach_copy_(params, values)

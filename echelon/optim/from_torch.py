@@ -11,10 +11,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from echelon.base.errors import UsageError
 from echelon.optim.lamb import LAMB
 from echelon.optim.lars import LARS
-from echelon.optim.layerwise import Layerwise
+from echelon.optim.layerwise import LayerwiseOptimizer
 from echelon.optim.shared_groups import share_groups
 
-Ours = TypeVar("Ours", bound=Layerwise)
+Ours = TypeVar("Ours", bound=LayerwiseOptimizer)
 # What changes the rule of the update, and has no counterpart in ours.
 UNSUPPORTED = ("nesterov", "dampening", "maximize", "amsgrad", "differentiable", "capturable")
 

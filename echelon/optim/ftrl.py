@@ -15,7 +15,7 @@ from echelon.optim.foreach import (
     Bound,
     Bundle,
     ForeachOptimizer,
-    in_full,
+    as_fp32,
     write_back,
     zeros_for,
 )
@@ -57,7 +57,7 @@ class FTRL(ForeachOptimizer):
         rate = float(group["lr"])
         if rate <= 0:
             raise UsageError(f"FTRL divides by its learning rate, which is {rate} now; let the schedule end above 0")
-        weights, grads = in_full(bundle.params), in_full(bundle.grads)
+        weights, grads = as_fp32(bundle.params), as_fp32(bundle.grads)
         before = _power(squares, -group["lr_power"])
         torch._foreach_addcmul_(squares, grads, grads)
         scale = _power(squares, -group["lr_power"])

@@ -16,7 +16,7 @@ from echelon.optim.foreach import Bundle
 
 
 @dataclass(frozen=True)
-class Shape:
+class FusedLaunchConfig:
     """How the work is cut. Measured on an H200 with BERT-large's parameters: see benchmarks/optimizers.py.
 
     chunk:    elements that are claimed at once
@@ -35,8 +35,8 @@ class Shape:
     burst: float = 4.0
 
 
-LARS_SHAPE = Shape()
-LAMB_SHAPE = Shape(chunk=4096, programs=8, burst=16.0)
+LARS_SHAPE = FusedLaunchConfig()
+LAMB_SHAPE = FusedLaunchConfig(chunk=4096, programs=8, burst=16.0)
 ALIGNMENT = 16  # bytes that one thread moves at once
 HEADER = 32  # the ticket's own cache line, as in kernels.py
 
@@ -89,10 +89,12 @@ def order_of_work(chunks: list[int], lag: int, burst: float) -> np.ndarray[Any, 
     return np.ascontiguousarray(rows[order], dtype=np.int32)
 
 
-class Table:
+class FusedTensorTable:
     """Addresses and sizes of a bundle's tensors on the device, with the list of work and room for the norms."""
 
-    def __init__(self, params: list[Tensor], states: list[list[Tensor]], adaptive: list[bool], shape: Shape) -> None:
+    def __init__(
+        self, params: list[Tensor], states: list[list[Tensor]], adaptive: list[bool], shape: FusedLaunchConfig
+    ) -> None:
         self.shape, self.params, self.states, self.adaptive = shape, params, states, adaptive
         self.device = device = params[0].device
         counts = [-(-param.numel() // shape.chunk) for param in params]
@@ -137,13 +139,13 @@ class Table:
             self.wide_grad = _aligned(addresses)
 
 
-class Fused:
+class FusedKernels:
     """The steps of one optimizer, with the tables they need. A step returns what kept it from running, or None."""
 
     def __init__(self) -> None:
-        self._tables: dict[Any, Table] = {}
+        self._tables: dict[Any, FusedTensorTable] = {}
 
-    def lars(self, bundle: Bundle, adaptive: list[bool], shape: Shape = LARS_SHAPE) -> str | None:
+    def lars(self, bundle: Bundle, adaptive: list[bool], shape: FusedLaunchConfig = LARS_SHAPE) -> str | None:
         from echelon.optim import kernels
 
         group = bundle.group
@@ -151,7 +153,11 @@ class Fused:
         return self._run(kernels.lars, bundle, adaptive, ["momentum_buffer"], settings, shape)
 
     def lamb(
-        self, bundle: Bundle, adaptive: list[bool], corrections: tuple[float, float], shape: Shape = LAMB_SHAPE
+        self,
+        bundle: Bundle,
+        adaptive: list[bool],
+        corrections: tuple[float, float],
+        shape: FusedLaunchConfig = LAMB_SHAPE,
     ) -> str | None:
         from echelon.optim import kernels
 
@@ -161,7 +167,13 @@ class Fused:
         return self._run(kernels.lamb, bundle, adaptive, ["exp_avg", "exp_avg_sq"], settings, shape)
 
     def _run(
-        self, kernel: Any, bundle: Bundle, adaptive: list[bool], keys: list[str], settings: list[Any], shape: Shape
+        self,
+        kernel: Any,
+        bundle: Bundle,
+        adaptive: list[bool],
+        keys: list[str],
+        settings: list[Any],
+        shape: FusedLaunchConfig,
     ) -> str | None:
         table = self._table(bundle, adaptive, [bundle.state(key) for key in keys], shape)
         if isinstance(table, str):
@@ -177,7 +189,9 @@ class Fused:
             )  # fmt: skip
         return None
 
-    def _table(self, bundle: Bundle, adaptive: list[bool], states: list[list[Tensor]], shape: Shape) -> Table | str:
+    def _table(
+        self, bundle: Bundle, adaptive: list[bool], states: list[list[Tensor]], shape: FusedLaunchConfig
+    ) -> FusedTensorTable | str:
         key = (id(bundle.group), len(bundle.params), id(bundle.params[0]))
         table = self._tables.get(key)
         if table is not None and table.describes(bundle.params, states, adaptive):
@@ -185,7 +199,7 @@ class Fused:
         reason = scattered(bundle.params, states[0])
         if reason is not None:
             return reason
-        made = self._tables[key] = Table(bundle.params, states, adaptive, shape)
+        made = self._tables[key] = FusedTensorTable(bundle.params, states, adaptive, shape)
         return made
 
 

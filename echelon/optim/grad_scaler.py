@@ -39,7 +39,7 @@ def _cpu_computes_fp16() -> bool:
     return not {"avx512_fp16", "amx_fp16", "asimdhp"}.isdisjoint(flags)
 
 
-class Scaler:
+class LossScaler:
     """The loss scale: what the loss is multiplied by before backward, and gradients divided by afterwards."""
 
     def __init__(self, amp: Amp | None) -> None:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from echelon.base.errors import UsageError
-from echelon.optim.foreach import FRACTION, NOT_NEGATIVE, Bound, Bundle, in_full, write_back, zeros_for
-from echelon.optim.layerwise import Layerwise, add_scaled
+from echelon.optim.foreach import FRACTION, NOT_NEGATIVE, Bound, Bundle, as_fp32, write_back, zeros_for
+from echelon.optim.layerwise import LayerwiseOptimizer, add_scaled
 
 if TYPE_CHECKING:
-    from echelon.optim.fused import Fused
+    from echelon.optim.fused import FusedKernels
 
 
-class LAMB(Layerwise):
+class LAMB(LayerwiseOptimizer):
     """r = m_hat / (sqrt(v_hat) + eps) + weight_decay * w, with Adam's bias-corrected moments
 
     w -= lr * (|w| / |r|, or 1 where either is 0) * r
@@ -63,8 +63,8 @@ class LAMB(Layerwise):
         super()._update(bundle)
 
     def _foreach_update(self, bundle: Bundle, adaptive: bool) -> None:
-        group, weights = bundle.group, in_full(bundle.params)
-        update = self._updates(bundle, weights, in_full(bundle.grads), group["weight_decay"] if adaptive else 0.0)
+        group, weights = bundle.group, as_fp32(bundle.params)
+        update = self._updates(bundle, weights, as_fp32(bundle.grads), group["weight_decay"] if adaptive else 0.0)
         if adaptive:
             weight, length = self._norms(bundle.params, weights, update)
             ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
@@ -88,7 +88,7 @@ class LAMB(Layerwise):
         torch._foreach_addcdiv_(updates, mean, scale, root / correction1)
         return updates
 
-    def _launch(self, fast: Fused, bundle: Bundle, adaptive: list[bool]) -> str | None:
+    def _launch(self, fast: FusedKernels, bundle: Bundle, adaptive: list[bool]) -> str | None:
         return fast.lamb(bundle, adaptive, self.corrections(bundle))
 
     @staticmethod

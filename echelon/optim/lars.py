@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from echelon.optim.foreach import FRACTION, NOT_NEGATIVE, POSITIVE, Bound, Bundle, in_full, write_back, zeros_for
-from echelon.optim.layerwise import Layerwise, add_scaled
+from echelon.optim.foreach import FRACTION, NOT_NEGATIVE, POSITIVE, Bound, Bundle, as_fp32, write_back, zeros_for
+from echelon.optim.layerwise import LayerwiseOptimizer, add_scaled
 
 if TYPE_CHECKING:
-    from echelon.optim.fused import Fused
+    from echelon.optim.fused import FusedKernels
 
 
-class LARS(Layerwise):
+class LARS(LayerwiseOptimizer):
     """local_lr = lr * coeff * |w| / (|g| + weight_decay * |w| + eps), or lr where |w| or |g| is 0
 
     v = momentum * v + local_lr * (g + weight_decay * w);  w -= v
@@ -49,7 +49,7 @@ class LARS(Layerwise):
 
     def _foreach_update(self, bundle: Bundle, adaptive: bool) -> None:
         group, momenta = bundle.group, bundle.state("momentum_buffer")
-        weights, grads = in_full(bundle.params), in_full(bundle.grads)
+        weights, grads = as_fp32(bundle.params), as_fp32(bundle.grads)
         torch._foreach_mul_(momenta, group["momentum"])
         if adaptive:
             update = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
@@ -65,5 +65,5 @@ class LARS(Layerwise):
         ratio: Tensor = group["coeff"] * weight / (grad + group["weight_decay"] * weight + group["eps"])
         return torch.where((weight > 0) & (grad > 0), ratio, 1.0).mul(group["lr"])
 
-    def _launch(self, fast: Fused, bundle: Bundle, adaptive: list[bool]) -> str | None:
+    def _launch(self, fast: FusedKernels, bundle: Bundle, adaptive: list[bool]) -> str | None:
         return fast.lars(bundle, adaptive)

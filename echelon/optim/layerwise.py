@@ -13,7 +13,7 @@ from echelon.base.errors import UsageError
 from echelon.optim.foreach import Bundle, ForeachOptimizer
 
 if TYPE_CHECKING:
-    from echelon.optim.fused import Fused
+    from echelon.optim.fused import FusedKernels
 
 PIECE = 1 << 16  # elements
 
@@ -21,7 +21,7 @@ PIECE = 1 << 16  # elements
 SumSquares = Callable[[list[Tensor], Tensor], Tensor]
 
 
-class Layerwise(ForeachOptimizer):
+class LayerwiseOptimizer(ForeachOptimizer):
     """``exclude`` names tensors that get no weight decay and the plain learning rate.
 
     ``sum_squares`` is for parameters that are shards of larger ones: norms are those of whole parameters, so whoever
@@ -35,7 +35,7 @@ class Layerwise(ForeachOptimizer):
     ) -> None:
         super().__init__(params, defaults)
         self._excluded, self._fused = self._known(exclude), fused
-        self._fast: Fused | None = None
+        self._fast: FusedKernels | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps only what it knows of; the tables of the fused step are made anew.
@@ -99,17 +99,17 @@ class Layerwise(ForeachOptimizer):
         """Do it in one kernel where that is possible; say whether it was."""
         if self._fused is None and not bundle.params[0].is_cuda:
             return False  # the common case on a CPU, told apart for nothing
-        from echelon.optim.fused import Fused, why_not
+        from echelon.optim.fused import FusedKernels, why_not
 
         reason = "its parameters are shards" if self.sum_squares else why_not(bundle)
         if reason is None:
-            self._fast = self._fast or Fused()
+            self._fast = self._fast or FusedKernels()
             reason = self._launch(self._fast, bundle, adaptive)
         if reason is not None and self._fused:
             raise UsageError(f"{type(self).__name__}(fused=True) cannot run: {reason}; use fused=None or fused=False")
         return reason is None
 
-    def _launch(self, fast: Fused, bundle: Bundle, adaptive: list[bool]) -> str | None:
+    def _launch(self, fast: FusedKernels, bundle: Bundle, adaptive: list[bool]) -> str | None:
         """Run the one-kernel step, or say what keeps it from running."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PLAIN: dict[str, Any] = {"foreach": False, "fused": None, "capturable": False}
 
 
-def make_twin(
+def copy_optimizer(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     twins: dict[int, torch.optim.Optimizer] | None = None,
@@ -30,7 +30,7 @@ def make_twin(
         # A scheduler puts a `step` on the instance that steps the original: the twin has its class's.
         if not (callable(value) and callable(getattr(type(optimizer), name, None))):
             inner = isinstance(value, torch.optim.Optimizer)
-            twin.__dict__[name] = make_twin(value, groups, twins) if inner else _own(value)
+            twin.__dict__[name] = copy_optimizer(value, groups, twins) if inner else _own(value)
     twin.__dict__.update({name: OrderedDict() for name in _HOOKS})  # a user's hook expects the user's optimizer
     twin.__dict__.update(state=defaultdict(dict), param_groups=groups)
     if isinstance(twin, torch.optim.Adagrad):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.optim.optimizer_copy import PLAIN, make_twin
+from echelon.optim.optimizer_copy import PLAIN, copy_optimizer
 
 _ENTRIES = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"),
@@ -24,7 +24,7 @@ SIZE, STEPS = 32, 4  # some optimizers factor only what has 16 rows and columns;
 APART = 1e-3  # of the way that the weights have gone; rounding is a thousandth of that
 
 
-class Reach(IntEnum):
+class StepReach(IntEnum):
     """What a step on one entry looks at."""
 
     ENTRY = 0
@@ -36,17 +36,17 @@ def _classes(names: Sequence[str]) -> tuple[type, ...]:
     return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
 
 
-def find_reach(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Reach | str:
+def find_reach(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StepReach | str:
     """Return how far steps with the settings of ``group`` look; or why that cannot be told."""
     from echelon.optim.foreach import ForeachOptimizer
 
     kind = type(optimizer)
     if kind in _classes(_ENTRIES) or isinstance(optimizer, ForeachOptimizer):  # ours add up their norms
-        return Reach.ENTRY
+        return StepReach.ENTRY
     if isinstance(optimizer, _classes(("Adafactor", "Muon"))):
-        return Reach.PARAMETER
+        return StepReach.PARAMETER
     if isinstance(optimizer, torch.optim.LBFGS):
-        return Reach.ALL
+        return StepReach.ALL
     device = next((p.device for p in group["params"]), torch.device("cpu"))
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
@@ -55,7 +55,7 @@ def find_reach(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Re
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device) -> Reach | str:
+def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device) -> StepReach | str:
     g = torch.Generator().manual_seed(0)
     uneven = torch.logspace(-1, 1, SIZE)
     one, other = (
@@ -71,12 +71,12 @@ def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: t
     if _differ(alone, step(one, seed=1)[0], one[0]):
         return "its steps are random"
     if _differ(alone, step(one, other)[0], one[0]):
-        return Reach.ALL
+        return StepReach.ALL
     for dim in (0, 1):
         halves = [step([value.chunk(2, dim)[i].contiguous() for value in one])[0] for i in (0, 1)]
         if _differ(alone, torch.cat(halves, dim), one[0]):
-            return Reach.PARAMETER
-    return Reach.ENTRY
+            return StepReach.PARAMETER
+    return StepReach.ENTRY
 
 
 def _stepped(
@@ -87,7 +87,7 @@ def _stepped(
     plain: dict[str, Any] = {name: way for name, way in PLAIN.items() if name in group}
     if group.get("lr") is not None:
         plain["lr"] = 0.01  # a schedule may have begun with 0
-    twin = make_twin(optimizer, [{**group, **plain, "params": parameters}])
+    twin = copy_optimizer(optimizer, [{**group, **plain, "params": parameters}])
     for step in range(1, STEPS + 1):
         for parameter, values in zip(parameters, parts, strict=True):
             parameter.grad = values[step].clone()

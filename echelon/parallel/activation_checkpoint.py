@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from echelon.base.errors import UsageError
-from echelon.base.lazy_dynamo import untraced
+from echelon.base.lazy_dynamo import hide_from_dynamo
 from echelon.distributed.collectives import gather_json
 from echelon.parallel.activation_offload import HostStore
 from echelon.parallel.kv_cache import switch_off
@@ -158,7 +158,7 @@ def _pieces(keys: Sequence[str], spans: Spans) -> Iterator[tuple[Sequence[str], 
         at += len(span) if whole else 1
 
 
-@untraced
+@hide_from_dynamo
 def _cut(sequential: nn.Module, value: Any, group: dist.ProcessGroup | None) -> Spans:
     """Where to cut a chain, from what its children keep of this batch. Rank 0's batch decides for all ranks: with
     different cuts, synchronized batch norm would wait for ever."""
@@ -178,7 +178,7 @@ def _measure(sequential: nn.Module, value: Any) -> tuple[list[int], list[bool]]:
     totals, in_place = [0], []
     devices = {leaf.device for leaf in _tensors(value) if leaf.is_cuda}
     saved = SavedBytes([*sequential.parameters(), *sequential.buffers()], keep=forget)
-    with torch.random.fork_rng(devices=devices), _Before([sequential]), saved:
+    with torch.random.fork_rng(devices=devices), _BufferSnapshot([sequential]), saved:
         for child in sequential._modules.values():
             assert child is not None
             versions = _versions(value)
@@ -215,7 +215,7 @@ def _compiles(modules: Iterable[nn.Module]) -> bool:
     return all(isinstance(module, BatchNorm) or not module._buffers for module in inside)
 
 
-@untraced
+@hide_from_dynamo
 def _recompute_eagerly(
     function: Callable[..., Any],
     modules: Sequence[nn.Module],
@@ -225,7 +225,7 @@ def _recompute_eagerly(
 ) -> Any:
     again, tensors = _of_tensors(function, args, kwargs)
     versions = _versions(tensors)
-    before = _Before(modules)
+    before = _BufferSnapshot(modules)
     with store.holding(tensors) if store else contextlib.nullcontext():
         output = checkpoint(again, *tensors, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), before))
     before.forward_is_done()
@@ -255,7 +255,7 @@ def _of_tensors(
     return again, tensors
 
 
-class _Before:
+class _BufferSnapshot:
     """The buffers of some modules as they are now. As a context: these again, and nothing in it changes the true ones.
 
     Can be entered any number of times (``retain_graph``), and left by an exception: torch ends a recomputation so.

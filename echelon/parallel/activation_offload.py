@@ -26,9 +26,9 @@ class HostStore:
     """Where the kept inputs of recomputed segments live. Tensors of the CPU stay as they are."""
 
     def __init__(self) -> None:
-        self._leaving: deque[_Leaving] = deque()
-        self._lanes: dict[torch.device, _Lanes] = {}
-        self._latest: weakref.ref[_Stored] | None = None
+        self._leaving: deque[_PendingOffload] = deque()
+        self._lanes: dict[torch.device, _CopyStreams] = {}
+        self._latest: weakref.ref[_OffloadedTensor] | None = None
 
     def holding(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[object]:
         """Within this context, what is saved for backward goes to the host where that is worth it."""
@@ -36,7 +36,7 @@ class HostStore:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Stored:
+    def _pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
         if not _worth_moving(tensor):
             return tensor
         self._let_go(UNDER_WAY - 1)
@@ -47,12 +47,12 @@ class HostStore:
         with torch.cuda.stream(lanes.out):
             host.copy_(source, non_blocking=True)
         left = lanes.out.record_event()
-        self._leaving.append(_Leaving(source, source._version, left))
-        stored = _Stored(host, tensor.device, left, self._latest)
+        self._leaving.append(_PendingOffload(source, source._version, left))
+        stored = _OffloadedTensor(host, tensor.device, left, self._latest)
         self._latest = weakref.ref(stored)
         return stored
 
-    def _unpack(self, stored: Tensor | _Stored) -> Tensor:
+    def _unpack(self, stored: Tensor | _OffloadedTensor) -> Tensor:
         if isinstance(stored, Tensor):
             return stored
         self._let_go(0)
@@ -76,15 +76,15 @@ class HostStore:
                     "copy of it, or use Recompute(offload=False)"
                 )
 
-    def _lanes_of(self, device: torch.device) -> _Lanes:
+    def _lanes_of(self, device: torch.device) -> _CopyStreams:
         if device not in self._lanes:
             out, back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-            self._lanes[device] = _Lanes(out, back)
+            self._lanes[device] = _CopyStreams(out, back)
         return self._lanes[device]
 
 
 @dataclass(frozen=True)
-class _Leaving:
+class _PendingOffload:
     source: Tensor  # held until the copy is made, so that its memory is not given to others
     version: int
     left: torch.cuda.Event
@@ -95,22 +95,22 @@ class _Leaving:
 
 
 @dataclass(eq=False)
-class _Stored:
+class _OffloadedTensor:
     host: Tensor
     device: torch.device
     left: torch.cuda.Event
-    before: weakref.ref[_Stored] | None
+    before: weakref.ref[_OffloadedTensor] | None
     coming: tuple[Tensor, torch.cuda.Event] | None = None
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class _CopyStreams:
     """Streams of one device: to the host, and back."""
 
     out: torch.cuda.Stream
     back: torch.cuda.Stream
 
-    def fetch(self, stored: _Stored) -> tuple[Tensor, torch.cuda.Event]:
+    def fetch(self, stored: _OffloadedTensor) -> tuple[Tensor, torch.cuda.Event]:
         """Start the way back. The memory is the compute stream's, so the copy begins when that has come this far."""
         tensor = torch.empty_like(stored.host, device=stored.device)
         self.back.wait_stream(torch.cuda.current_stream(stored.device))

@@ -20,7 +20,7 @@ _NAMES = {"binary_cross_entropy", "BCELoss"}
 _DEEPEST = 4  # functions that call one another
 
 
-def unsafe(model: nn.Module, loss: Callable[..., Any] | None) -> str | None:
+def find_autocast_unsafe(model: nn.Module, loss: Callable[..., Any] | None) -> str | None:
     """Why model and loss want fp32, as far as their code shows it."""
     return REASON if _uses(model, 0) or _uses(loss, 0) else None
 

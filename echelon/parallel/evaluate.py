@@ -16,11 +16,11 @@ from echelon.base.errors import DataError, UsageError, nearest
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import all_gather
 from echelon.distributed.world import World
-from echelon.parallel.data.batch_norm import idle
+from echelon.parallel.data.batch_norm import stand_in_batch
 from echelon.parallel.loss.loss_reduction import Count, times_count
 from echelon.parallel.loss.loss_weights import EvaluationWeights
 from echelon.parallel.objective import Objective, as_batch, count_samples
-from echelon.parallel.tensor import Spread
+from echelon.parallel.tensor import ShardedActivation
 
 Mean = Callable[[Any, Any], Tensor]
 
@@ -44,13 +44,15 @@ Metric = Mean | Overall
 def predictions(output: Any) -> Any:
     """What of a model's output metrics of ours look at, where it returns a loss beside it: ``logits``, or of a tuple
     such as ``(logits, loss)`` the only tensor that is no scalar."""
-    if isinstance(output, Tensor | Spread):
+    if isinstance(output, Tensor | ShardedActivation):
         return output
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if named is not None:
         return named
     several = output if isinstance(output, tuple | list) else ()
-    found = [each for each in several if isinstance(each, Spread) or (isinstance(each, Tensor) and each.dim())]
+    found = [
+        each for each in several if isinstance(each, ShardedActivation) or (isinstance(each, Tensor) and each.dim())
+    ]
     if len(found) == 1:
         return found[0]
     raise UsageError(
@@ -75,7 +77,7 @@ def top5(output: Tensor, target: Tensor) -> Tensor:
 def scored(output: Any, target: Tensor) -> Tensor:
     """Each sample's score, and whether it is a positive; of two classes' outputs, how far the second is ahead."""
     output = predictions(output)
-    scores: Tensor = (output.whole() if isinstance(output, Spread) else output).detach().double()
+    scores: Tensor = (output.whole() if isinstance(output, ShardedActivation) else output).detach().double()
     if scores.shape == (*target.shape, 2):
         scores = scores[..., 1] - scores[..., 0]
     if scores.numel() != target.numel():
@@ -102,7 +104,7 @@ METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5, "auc": Overall
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvalOutput:
     """Output and loss of some samples.
 
     count:  what the loss averages over: their rows, or targets that count
@@ -117,17 +119,17 @@ class Judged:
     is_sum: bool = False
 
 
-def evaluate_batch(objective: Objective, batch: Any, weights: EvaluationWeights) -> Judged:
+def evaluate_batch(objective: Objective, batch: Any, weights: EvaluationWeights) -> EvalOutput:
     """Return output and loss of a batch that is run at once."""
     output, loss = objective(batch)
     rows = count_samples(batch)
     count = weights.count(objective.take_seen(), rows)
-    return Judged(batch, output, loss, rows, count, weights.is_sum)
+    return EvalOutput(batch, output, loss, rows, count, weights.is_sum)
 
 
 def evaluate(
     model: nn.Module,
-    judge: Callable[[Any], Iterable[Judged]],
+    judge: Callable[[Any], Iterable[EvalOutput]],
     batches: Iterable[Any],
     metrics: Mapping[str, Metric | str] | Sequence[str],
     world: World,
@@ -141,12 +143,12 @@ def evaluate(
     ``taken()`` says how many samples of the batch just handed out count (0 for a stand-in).
     """
     chosen = resolve(metrics)
-    means, overall = _Means(chosen, world), _AtOnce(chosen, world)
+    means, overall = _Means(chosen, world), _GatheredMetrics(chosen, world)
     with _evaluating(model), torch.no_grad():
         for item in batches:
             batch = as_batch((item,), {}, world.device)
             share = taken()
-            with idle(share == 0):
+            with stand_in_batch(share == 0):
                 results = judge(batch)
             for judged in results:
                 counts = share != 0 and judged.samples > 0
@@ -166,7 +168,7 @@ class _Means:
         # what losses average over, losses, samples, metrics
         self._sums = torch.zeros(3 + len(self._metrics), dtype=torch.double, device=world.device)
 
-    def add(self, judged: Judged, counts: bool) -> None:
+    def add(self, judged: EvalOutput, counts: bool) -> None:
         target = _target(judged)
         metrics = [metric(judged.output, target).double().mean() for metric in self._metrics.values()]
         if not counts:
@@ -189,7 +191,7 @@ class _Means:
         return {"loss": loss / count if count else math.nan, **means}
 
 
-class _AtOnce:
+class _GatheredMetrics:
     """What metrics of all samples have kept of them so far."""
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
@@ -197,7 +199,7 @@ class _AtOnce:
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self._metrics}
         self._world = world
 
-    def add(self, judged: Judged, counts: bool) -> None:
+    def add(self, judged: EvalOutput, counts: bool) -> None:
         for name, metric in self._metrics.items():
             rows = metric.keep(judged.output, _target(judged))
             if counts:
@@ -207,7 +209,7 @@ class _AtOnce:
         return {name: metric.judge(_together(self._kept[name], self._world)) for name, metric in self._metrics.items()}
 
 
-def _target(judged: Judged) -> Any:
+def _target(judged: EvalOutput) -> Any:
     return judged.batch if isinstance(judged.batch, Mapping) else judged.batch[-1]
 
 

@@ -25,7 +25,7 @@ from echelon.parallel.loss.loss_calls import SeenLoss, can_trace, record_loss_ca
 from echelon.strategy import Amp
 
 if TYPE_CHECKING:
-    from echelon.parallel.step_outputs import Outputs
+    from echelon.parallel.step_outputs import StepOutputs
 
 LossFunction = Callable[..., Tensor]
 
@@ -36,7 +36,7 @@ class Objective:
     def __init__(self, model: nn.Module, loss: LossFunction | None, amp: Amp | None, device: torch.device) -> None:
         self._model, self.loss, self._amp, self._device = model, loss, amp, device
         self._accepts = _accepted_names(model)
-        self.outputs: Outputs | None = None  #: gathers them, in a step that was asked for them
+        self.outputs: StepOutputs | None = None  #: gathers them, in a step that was asked for them
         self._seen: SeenLoss | None = None
         self._main: Tensor | None = None  # the latest loss, before auxiliary losses came to it
         self._with_losses: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_loss")]

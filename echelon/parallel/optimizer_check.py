@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from echelon.base.errors import UsageError
-from echelon.optim.step_reach import Reach, find_reach
+from echelon.optim.step_reach import StepReach, find_reach
 from echelon.plan import Plan
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
-_NEEDS = {Reach.PARAMETER: "whole parameters", Reach.ALL: "all parameters together"}
+_NEEDS = {StepReach.PARAMETER: "whole parameters", StepReach.ALL: "all parameters together"}
 _OURS = {"lamb": "Strategy(lamb=True)", "lars": "Strategy(lars=True)"}
 
 
@@ -27,7 +27,7 @@ def check_reach(plan: Plan, optimizers: Optimizers, model: nn.Module, cut: Colle
     if not (sharded or plan.in_parts):
         return []
     parted = {id(value) for name, value in model.named_parameters() if name in cut}
-    known: dict[Any, Reach | str] = {}
+    known: dict[Any, StepReach | str] = {}
     lines: dict[str, None] = {}
     for key, optimizer in optimizers.items():
         for group in optimizer.param_groups:
@@ -35,12 +35,14 @@ def check_reach(plan: Plan, optimizers: Optimizers, model: nn.Module, cut: Colle
             in_parts = sharded or any(id(parameter) in parted for parameter in group["params"])
             if isinstance(found, str):
                 lines[_doubt(key, optimizer, found)] = None
-            elif found is Reach.ALL or (found is Reach.PARAMETER and in_parts):
+            elif found is StepReach.ALL or (found is StepReach.PARAMETER and in_parts):
                 raise UsageError(_refusal(key, optimizer, found, plan, sharded, in_parts))
     return list(lines)
 
 
-def _reach(optimizer: torch.optim.Optimizer, group: dict[str, Any], known: dict[Any, Reach | str]) -> Reach | str:
+def _reach(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], known: dict[Any, StepReach | str]
+) -> StepReach | str:
     """Groups that differ in their rate alone step alike."""
     settings = sorted((name, repr(value)) for name, value in group.items() if name not in ("params", "lr"))
     key = id(optimizer), tuple(each for each in settings if each[0] != "initial_lr")
@@ -50,7 +52,7 @@ def _reach(optimizer: torch.optim.Optimizer, group: dict[str, Any], known: dict[
 
 
 def _refusal(
-    key: str, optimizer: torch.optim.Optimizer, reach: Reach, plan: Plan, sharded: bool, in_parts: bool
+    key: str, optimizer: torch.optim.Optimizer, reach: StepReach, plan: Plan, sharded: bool, in_parts: bool
 ) -> str:
     kind = type(optimizer).__name__
     ours = next((f" (with {ours} for {name.upper()})" for name, ours in _OURS.items() if name in kind.lower()), "")

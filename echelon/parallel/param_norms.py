@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from echelon.distributed.collectives import start_small_sum
-from echelon.distributed.local_state import Holdings
-from echelon.distributed.mesh_groups import Grid
-from echelon.optim.layerwise import Layerwise
+from echelon.distributed.local_state import LocalState
+from echelon.distributed.mesh_groups import MeshGroups
+from echelon.optim.layerwise import LayerwiseOptimizer
 
 
 def add_up_norms(
     optimizers: Mapping[str, torch.optim.Optimizer],
-    holdings: Holdings,
+    holdings: LocalState,
     cut: Collection[str],
     sharded: Collection[str],
-    grid: Grid,
+    grid: MeshGroups,
 ) -> None:
     """LARS and LAMB go by the norms of whole parameters: let them add up those of the parts."""
     names = holdings.names
@@ -34,5 +34,5 @@ def add_up_norms(
         return squares
 
     for optimizer in optimizers.values():
-        if isinstance(optimizer, Layerwise) and groups:
+        if isinstance(optimizer, LayerwiseOptimizer) and groups:
             optimizer.sum_squares = add_up

@@ -14,7 +14,7 @@ from echelon.plan.fake_forward import is_placeholder
 from echelon.plan.pytree import replace_tensors, take_apart
 
 
-class Outputs:
+class StepOutputs:
     """Gathers what the model returns in one step, by micro-batch."""
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ def first_rows(output: Any, rows: int) -> Any:
     return replace_tensors(output, lambda tensor: tensor[:rows] if tensor.dim() else tensor)
 
 
-def asked_outputs(outputs: Any) -> Outputs:
+def asked_outputs(outputs: Any) -> StepOutputs:
     """What gathers them. A batch's entry of that name, which would be taken for the question, is refused."""
     if outputs is not True:
         raise UsageError(
             f"outputs={type(outputs).__name__}: step() takes outputs=True or False; give a batch with an entry of that "
             "name as a dict: step({'outputs': ...})"
         )
-    return Outputs()
+    return StepOutputs()
 
 
 def _detached(tensor: Tensor) -> Tensor | None:

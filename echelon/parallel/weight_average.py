@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.base.config import require, strict
-from echelon.distributed.local_state import Holdings
+from echelon.distributed.local_state import LocalState
 from echelon.distributed.tensor_layout import Part
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Ema:
         return max(min(warm, self.decay), self.min_decay)
 
 
-class Averaged:
+class EmaTensorGroup:
     """Tensors that are averaged together, after each update of one optimizer (``None``: of any)."""
 
     def __init__(self, optimizer: str | None, live: Mapping[str, Tensor], exact: Callable[[str], Tensor]) -> None:
@@ -84,28 +84,28 @@ class Averaged:
         self.updates += 1
 
 
-class Averages:
+class EmaWeights:
     """This rank's part of a moving average.
 
     exact: weights in full precision by name, where a parameter holds less of it than there is (lean)
     """
 
     def __init__(
-        self, settings: Ema, holdings: Holdings, exact: Mapping[str, Callable[[], Tensor]] | None = None
+        self, settings: Ema, holdings: LocalState, exact: Mapping[str, Callable[[], Tensor]] | None = None
     ) -> None:
         self.settings, self._holdings = settings, holdings
         self._exact = exact or {}
         taken: set[str] = set()
-        self._all: list[Averaged] = []
+        self._all: list[EmaTensorGroup] = []
         for key, groups in holdings.groups.items():
             names = [name for group in groups for name in group if name in holdings.parameters and name not in taken]
             taken |= set(names)
             live = {name: holdings.parameters[name] for name in names}
-            self._all.append(Averaged(key, _floating(live), self._weight))
+            self._all.append(EmaTensorGroup(key, _floating(live), self._weight))
         if settings.use_buffers:
             held = {name: _plain(value) for name, value in holdings.tensors().items()}
             buffers = {name: held[name] for name, _ in holdings.model.named_buffers() if name in held}
-            self._all.append(Averaged(None, _floating(buffers), self._weight))
+            self._all.append(EmaTensorGroup(None, _floating(buffers), self._weight))
 
     @torch.no_grad()
     def update(self, optimizers: Collection[str]) -> None:

@@ -9,7 +9,7 @@ from echelon.base.errors import UsageError
 from echelon.strategy.annotations.marks import Pipeline
 
 
-class Refit(NamedTuple):
+class NearestMeshShape(NamedTuple):
     """The nearest shape of one copy of the model, where the one that was asked for does not fit the ranks."""
 
     stage: int
@@ -39,7 +39,9 @@ def find_axes(
     return {axis: count for axis, count in mesh.items() if count > 1 or axis == "replicate"}
 
 
-def refit(stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int) -> Refit | None:
+def refit(
+    stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int
+) -> NearestMeshShape | None:
     """The nearest shape where ``find_axes`` finds none for these ranks; None where it finds one.
 
     Every rank has a part. The size of splits is kept before the number of stages; where nobody said how large a split
@@ -52,14 +54,14 @@ def refit(stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int 
     places = _possible_places(stages, pipeline)
     if splits and slice_size is None:
         stage = max(count for count in places if ranks % count == 0)
-        return Refit(stage, ranks // stage, f"{words(places[0], 1)} split over equally many")
+        return NearestMeshShape(stage, ranks // stage, f"{words(places[0], 1)} split over equally many")
     asked = find_axes(stages, pipeline, splits, slice_size, slice_size) if slice_size else {"stage": places[0]}
     along, across = asked.get("stage", 1), asked.get("split", 1)
     splittings = [count for count in range(1, across + 1) if across % count == 0]
     split, stage = max(
         (split, stage) for split in splittings for stage in places if stage <= along and ranks % (stage * split) == 0
     )
-    return Refit(stage, split, words(along, across))
+    return NearestMeshShape(stage, split, words(along, across))
 
 
 def _possible_places(stages: int, pipeline: Pipeline | None) -> list[int]:

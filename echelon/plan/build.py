@@ -15,7 +15,7 @@ from echelon.plan.axes import find_axes
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.plan import Bucket, Parameter, Plan, numel
 from echelon.plan.segments import find_chains, find_segments
-from echelon.plan.stage_trace import Recording
+from echelon.plan.stage_trace import StageTrace
 from echelon.strategy import (
     AdaptiveLocalSgd,
     Amp,
@@ -29,7 +29,7 @@ from echelon.strategy import (
     Shard,
     Strategy,
 )
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Replicate, Split
 from echelon.strategy.combine import refuse_conflicts
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # which goes by the mesh, and so imports this package
 
 MEGABYTE = 2**20
 
-UNMARKED = Marks(units={}, splits={}, replicates=(), pipeline=None, default=None)
+UNMARKED = ModelMarks(units={}, splits={}, replicates=(), pipeline=None, default=None)
 
 
 def make_plan(
@@ -47,7 +47,7 @@ def make_plan(
     strategy: Strategy,
     ranks: int,
     ranks_per_host: int = 1,
-    marks: Marks | None = None,
+    marks: ModelMarks | None = None,
     cluster: Slices | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> Plan:
@@ -104,7 +104,7 @@ def complete(
     *,
     cut: Collection[str] = (),
     partial: Collection[str] = (),
-    stages: Recording | None = None,
+    stages: StageTrace | None = None,
 ) -> Plan:
     """The plan with its buckets.
 
@@ -136,11 +136,11 @@ def _shard(asked: Shard | None, replicas: int) -> Shard | None:
     return asked if asked is not None and (replicas > 1 or asked.offload is not None) else None
 
 
-def _implied(marks: Marks) -> list[str]:
+def _implied(marks: ModelMarks) -> list[str]:
     return [name for name, there in (("split", marks.splits), ("pipeline", marks.pipeline)) if there]
 
 
-def _with_default(model: nn.Module, marks: Marks) -> Marks:
+def _with_default(model: nn.Module, marks: ModelMarks) -> ModelMarks:
     """Where unmarked parts count as split: the top-most modules that can be, apart from what is marked otherwise."""
     if not isinstance(marks.default, Split):
         return marks

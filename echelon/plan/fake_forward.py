@@ -20,9 +20,9 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from echelon.plan.module_calls import call_plainly, listening
+from echelon.plan.fake_tensor_rules import make_mode
+from echelon.plan.module_calls import call_unintercepted, intercept_module_calls
 from echelon.plan.pytree import replace_tensors
-from echelon.plan.shape_rules import make_mode
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -50,7 +50,7 @@ def placeholder(like: Tensor) -> Tensor:
         return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
 
 
-def entered(leaf: Tensor) -> Tensor:
+def as_module_output(leaf: Tensor) -> Tensor:
     """``leaf`` as a module would return it: with a gradient where it can have one, and free to be changed in place."""
     if not torch.is_grad_enabled() or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
@@ -71,7 +71,7 @@ class _Enter(torch.autograd.Function):
         return gradient
 
 
-def foretell(
+def fake_forward(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -89,7 +89,7 @@ def foretell(
                 part.training = False  # the same shapes, also for a single row, whose statistics torch refuses
         try:
             with placeholder_mode(), watch():
-                return call_plainly(module, args, kwargs)
+                return call_unintercepted(module, args, kwargs)
         except Exception:  # its own mistakes it makes again, in the words its author knows
             pass
         return _on_zeros(module, args, kwargs, watch, stands_in)
@@ -112,7 +112,7 @@ def _on_zeros(
     weights = {name: real(value.detach()) for name, value in module.named_parameters()}
     buffers = {name: real(value).clone() for name, value in module.named_buffers()}
     args, kwargs = replace_tensors((args, kwargs), real)
-    with random_numbers_kept(), torch.no_grad(), listening(None), watch():
+    with preserve_rng_state(), torch.no_grad(), intercept_module_calls(None), watch():
         return functional_call(module, weights | buffers, args, kwargs)
 
 
@@ -134,7 +134,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mixing() -> Iterator[None]:
+def allow_real_tensors() -> Iterator[None]:
     """Placeholders meet real tensors in here. Torch then reads ``.grad`` of each, and hides the warning it gets for it,
     but not from those who make warnings errors."""
     if not any(action == "error" for action, *_ in warnings.filters):
@@ -146,7 +146,7 @@ def mixing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def random_numbers_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Afterwards the random numbers of torch and Python go on as if nothing had been drawn."""
     state = random.getstate()
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -159,10 +159,10 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rehearsal(model: nn.Module, batch: Any) -> Iterator[Any]:
+def side_effect_free(model: nn.Module, batch: Any) -> Iterator[Any]:
     """Within it, a forward pass leaves nothing behind: no attribute, buffer or random number, and the batch (this one's
     copy is given) as it was. Gradients are on, as in training."""
-    with undisturbed(model), random_numbers_kept(), mixing(), torch.enable_grad():
+    with undisturbed(model), preserve_rng_state(), allow_real_tensors(), torch.enable_grad():
         copies: dict[int, Tensor] = {}  # one for each buffer, also of one that has several names
         for module in model.modules():
             for name, buffer in module._buffers.items():

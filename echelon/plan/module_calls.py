@@ -21,7 +21,7 @@ Listener = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Outside:
-    """Stands for a call that neither a listener nor ``listening(None)`` is around: of the user, or of backward."""
+    """A call outside ``intercept_module_calls``: made by the user, or by backward."""
 
     def __call__(self, *_: Any) -> NoReturn:
         raise AssertionError("unreachable")
@@ -33,7 +33,7 @@ _NAME, _PLAIN, _STAGE = "_name_as_unit", "_class_as_no_unit", "_stage_elsewhere"
 
 
 @contextlib.contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
+def intercept_module_calls(listener: Listener | None) -> Iterator[None]:
     """Within this context and thread, ``listener`` answers calls of modules that have been made heard."""
     before = _listener.set(listener)
     try:
@@ -42,13 +42,13 @@ def listening(listener: Listener | None) -> Iterator[None]:
         _listener.reset(before)
 
 
-def call_plainly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_unintercepted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the module with nobody listening to it or to what is inside it."""
-    with listening(None):
+    with intercept_module_calls(None):
         return module(*args, **kwargs)
 
 
-def make_heard(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+def install_call_hooks(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     """Let calls of the named modules be heard. Returns the function that undoes it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     changed: list[nn.Module] = []
@@ -69,7 +69,7 @@ def make_heard(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     return undo
 
 
-def mark_elsewhere(module: nn.Module, stage: int) -> None:
+def mark_remote_stage(module: nn.Module, stage: int) -> None:
     """Let a call of the module outside of the engine be an error: its weights are on the ranks of ``stage``."""
     module.__dict__[_STAGE] = stage
 

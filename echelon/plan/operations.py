@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon.plan.fake_forward import is_placeholder
-from echelon.plan.shape_rules import has_rule
+from echelon.plan.fake_tensor_rules import has_rule
 
 Tensors = list[Tensor]
 
 
-class Observer(Protocol):
+class OperationObserver(Protocol):
     """Who is told what."""
 
     def computed(self, results: Tensors, operands: Tensors, written: Tensors, draw: str | None) -> None:
@@ -51,10 +51,10 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-class BetweenUnits(OperationMode):  # type: ignore[no-untyped-call]
+class InterUnitMode(OperationMode):  # type: ignore[no-untyped-call]
     """Tells of each operation of glue."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
         self._observer = observer
         self._uniform: set[StorageWeakRef] = set()  # draws from [0, 1)
@@ -75,10 +75,10 @@ class BetweenUnits(OperationMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class InsideUnit(OperationMode):  # type: ignore[no-untyped-call]
+class IntraUnitMode(OperationMode):  # type: ignore[no-untyped-call]
     """Tells of each operation of one unit."""
 
-    def __init__(self, observer: Observer, unit: str) -> None:
+    def __init__(self, observer: OperationObserver, unit: str) -> None:
         super().__init__()
         self._observer, self._unit = observer, unit
 
@@ -87,10 +87,10 @@ class InsideUnit(OperationMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class WaysOut(TorchFunctionMode):
+class ValueReadMode(TorchFunctionMode):
     """Tells when a tensor becomes Python or numpy values other than by an operation."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
         self._observer = observer
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.plan.called_modules import is_called
-from echelon.plan.fake_forward import foretell, placeholder, rehearsal
-from echelon.plan.module_calls import listening, make_heard
+from echelon.plan.fake_forward import fake_forward, placeholder, side_effect_free
+from echelon.plan.module_calls import install_call_hooks, intercept_module_calls
 from echelon.plan.operations import OperationMode, tensors_in
 from echelon.plan.pytree import replace_tensors
 from echelon.plan.segments import CONTAINERS, _blocks, _children, _kind
@@ -131,18 +131,18 @@ def count_operations(
     model: nn.Module, call: Callable[[Any], Any], batch: Any, units: Sequence[str]
 ) -> list[tuple[list[str], float]]:
     """Units in the order of their calls, with their cost. Those that a later call binds together come together."""
-    undo = make_heard(model, units)
+    undo = install_call_hooks(model, units)
     try:
-        with rehearsal(model, batch) as copied:
-            counted = _Counted()
-            with counted.glue, listening(counted.unit_called):
+        with side_effect_free(model, batch) as copied:
+            counted = _UnitCostCounter()
+            with counted.glue, intercept_module_calls(counted.unit_called):
                 call(copied)
     finally:
         undo()
     return counted.groups()
 
 
-class _Counted:
+class _UnitCostCounter:
     def __init__(self) -> None:
         self.glue = _Operations()
         self._spent = 0.0
@@ -155,7 +155,7 @@ class _Counted:
             inside.append(_Operations())
             return inside[-1]
 
-        output = foretell(module, args, kwargs, count)
+        output = fake_forward(module, args, kwargs, count)
         self._calls.append((name, inside[-1].total + self.glue.total - self._spent))
         self._spent = self.glue.total
         return replace_tensors(output, placeholder)

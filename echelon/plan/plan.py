@@ -11,10 +11,10 @@ from typing import Any
 
 from echelon.base.config import build, strict
 from echelon.base.errors import UsageError
-from echelon.plan.stage_trace import Recording
+from echelon.plan.stage_trace import StageTrace
 from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, Lean, LocalSgd, LrScaling, Shard
 from echelon.strategy.annotations.marks import Pipeline, Split
-from echelon.strategy.fastpath_choice import Chosen
+from echelon.strategy.fastpath_choice import FastPathChoice
 
 
 @strict
@@ -73,7 +73,7 @@ class Plan:
     splits: dict[str, Split] = dataclasses.field(default_factory=dict)
     spread: bool = False
     pipeline: Pipeline | None = None
-    stages: Recording | None = None
+    stages: StageTrace | None = None
     shard: Shard | None = None
     shares: tuple[float, ...] = ()
     ranks_per_host: int = 1
@@ -95,7 +95,7 @@ class Plan:
     lr_scaling: LrScaling | None = None
     sync_batch_norm: tuple[str, ...] = ()
     bucket_mb: tuple[float, float] = (1.0, 25.0)
-    fast: Chosen = Chosen()  # frozen, so one shared default is safe
+    fast: FastPathChoice = FastPathChoice()  # frozen, so one shared default is safe
     version: int = 3
 
     @property

@@ -8,7 +8,7 @@ from echelon.plan.simulate import Event
 
 
 @dataclass(frozen=True)
-class Memory:
+class PredictedMemory:
     """Bytes on one device, at the moment when they are most.
 
     activations: kept for backward, of all micro-batches in flight
@@ -59,7 +59,7 @@ class Prediction:
 
     seconds: float
     parts: dict[str, float]
-    memory: tuple[Memory, ...]
+    memory: tuple[PredictedMemory, ...]
     events: tuple[Event, ...] = field(default=(), repr=False)
 
     @property
@@ -67,6 +67,6 @@ class Prediction:
         return all(memory.fits for memory in self.memory)
 
     @property
-    def fullest(self) -> Memory:
+    def fullest(self) -> PredictedMemory:
         """Of the device that is nearest to its limit."""
         return max(self.memory, key=lambda memory: memory.total / (memory.limit or 1.0))

@@ -18,7 +18,7 @@ _ALONE = str(tree_flatten(None)[1])
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class FlattenedTree:
     """A value's leaves in a fixed order, what it looks like without them, and the way back."""
 
     leaves: list[Any]
@@ -26,10 +26,10 @@ class Parts:
     together: Callable[[Iterable[Any]], Any]
 
 
-def take_apart(value: Any) -> Parts:
+def take_apart(value: Any) -> FlattenedTree:
     """``value`` as leaves. ``None`` is a leaf, as for torch."""
     if isinstance(value, Tensor):
-        return Parts([value], _ALONE, _only)
+        return FlattenedTree([value], _ALONE, _only)
     outer, structure = tree_flatten(value)
     inner = [_open(leaf) for leaf in outer]
     pattern = str(structure) + "".join(f"{at}:{one.pattern}" for at, one in enumerate(inner) if one.pattern)
@@ -38,7 +38,7 @@ def take_apart(value: Any) -> Parts:
         remaining = iter(leaves)
         return tree_unflatten([one.together(_next(remaining, len(one.leaves))) for one in inner], structure)
 
-    return Parts([leaf for one in inner for leaf in one.leaves], pattern, together)
+    return FlattenedTree([leaf for one in inner for leaf in one.leaves], pattern, together)
 
 
 def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
@@ -57,7 +57,7 @@ def hides_tensors(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor | type) and hasattr(leaf, "__dict__") and bool(tensors_of(vars(leaf)))
 
 
-def _open(leaf: Any) -> Parts:
+def _open(leaf: Any) -> FlattenedTree:
     """A dataclass or a dict of a class of its own as the leaves in it; anything else as itself."""
     if isinstance(leaf, Tensor | type):
         return _closed(leaf)
@@ -80,11 +80,11 @@ def _open(leaf: Any) -> Parts:
             object.__setattr__(made, name, value)
         return made
 
-    return Parts(content.leaves, f"{type(leaf).__qualname__}({keys}{single}{content.pattern})", together)
+    return FlattenedTree(content.leaves, f"{type(leaf).__qualname__}({keys}{single}{content.pattern})", together)
 
 
-def _closed(leaf: Any) -> Parts:
-    return Parts([leaf], "", _only)
+def _closed(leaf: Any) -> FlattenedTree:
+    return FlattenedTree([leaf], "", _only)
 
 
 def _only(leaves: Iterable[Any]) -> Any:

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
 from echelon.base.errors import UsageError
+from echelon.plan.fake_tensor_rules import make_mode
 from echelon.plan.segments import Segments
-from echelon.plan.shape_rules import make_mode
 
 
 class SavedBytes:

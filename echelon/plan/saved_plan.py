@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory, Prediction
+from echelon.plan.prediction import PredictedMemory, Prediction
 from echelon.strategy.annotations.marks import Split
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MOST_EVENTS = 2000
 
 
 @strict
-class Predicted:
+class SavedPrediction:
     """What was foretold when the plan was made.
 
     seconds, parts: of one step, and the same by cause
@@ -47,7 +47,7 @@ class Predicted:
     flops: float = 0.0
 
     @classmethod
-    def of(cls, prediction: Prediction, flops: float = 0.0) -> Predicted:
+    def of(cls, prediction: Prediction, flops: float = 0.0) -> SavedPrediction:
         shown = prediction.events if len(prediction.events) <= MOST_EVENTS else ()
         return cls(
             seconds=prediction.seconds,
@@ -60,7 +60,7 @@ class Predicted:
         )
 
 
-def _by_kind(memory: Memory) -> dict[str, float]:
+def _by_kind(memory: PredictedMemory) -> dict[str, float]:
     return {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "limit"}
 
 
@@ -83,7 +83,7 @@ class SavedPlan:
     model: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     name: str = ""
     cluster: str = ""
-    predicted: Predicted | None = None
+    predicted: SavedPrediction | None = None
     created_by: str = ""
     made_from: dict[str, Any] = dataclasses.field(default_factory=dict)
 

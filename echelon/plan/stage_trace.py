@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 from echelon.base.config import strict
 from echelon.base.errors import UsageError, nearest
 from echelon.plan.called_modules import is_called
-from echelon.plan.fake_forward import entered, foretell, placeholder, rehearsal
-from echelon.plan.module_calls import call_plainly, listening, make_heard
-from echelon.plan.operations import BetweenUnits, InsideUnit, Tensors, WaysOut, storage_of
+from echelon.plan.fake_forward import as_module_output, fake_forward, placeholder, side_effect_free
+from echelon.plan.module_calls import call_unintercepted, install_call_hooks, intercept_module_calls
+from echelon.plan.operations import InterUnitMode, IntraUnitMode, Tensors, ValueReadMode, storage_of
 from echelon.plan.pytree import hides_tensors, take_apart, tensors_of
 
 
 @strict
-class Transfer:
+class TracedTransfer:
     """One leaf of what one call of a unit returns goes from the stage that makes it to one that needs it.
 
     key:               "unit#call/leaf", as in "layers.3#0/0": the unit, the number of the call, that of the leaf
@@ -44,7 +44,7 @@ class Transfer:
 
 
 @strict
-class Recording:
+class StageTrace:
     """What each stage needs, as one forward pass has shown.
 
     units:     module name -> stage, from 0
@@ -56,7 +56,7 @@ class Recording:
     """
 
     units: dict[str, int]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TracedTransfer, ...]
     holders: dict[str, tuple[int, ...]]
     inputs: tuple[tuple[bool, ...], ...]
     kept: tuple[tuple[str, ...], ...]
@@ -67,17 +67,17 @@ class Recording:
         return len(self.inputs)
 
 
-def record(call: Callable[[Any], Any], model: nn.Module, batch: Any, units: Mapping[str, int]) -> Recording:
+def record(call: Callable[[Any], Any], model: nn.Module, batch: Any, units: Mapping[str, int]) -> StageTrace:
     """Run ``call(batch)``, which runs ``model``, without computing what is inside the units, and note who needs what.
 
     Nothing is left behind: buffers, random numbers, gradients and the batch stay as they are.
     """
     stages = check_units(model, units)
-    undo = make_heard(model, stages)
+    undo = install_call_hooks(model, stages)
     try:
-        with rehearsal(model, batch) as copied:
-            recorder = _Recorder(model, stages, tree_leaves(copied))
-            with WaysOut(recorder), BetweenUnits(recorder), listening(recorder.unit_called):
+        with side_effect_free(model, batch) as copied:
+            recorder = _StageTracer(model, stages, tree_leaves(copied))
+            with ValueReadMode(recorder), InterUnitMode(recorder), intercept_module_calls(recorder.unit_called):
                 result = call(copied)
             return recorder.finish(result)
     finally:
@@ -128,7 +128,7 @@ _Sources = frozenset[_Source]
 _NOTHING: _Sources = frozenset()
 
 
-class _Recorder:
+class _StageTracer:
     """Listens to units and observes operations of one pass."""
 
     def __init__(self, model: nn.Module, units: dict[str, int], batch: list[Any]) -> None:
@@ -198,11 +198,11 @@ class _Recorder:
 
     def unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self._modules[name]:  # a copy of the unit
-            return call_plainly(module, args, kwargs)
+            return call_unintercepted(module, args, kwargs)
         self._enter_stage(name, self._units[name])
         self._inside = name
         try:
-            output = foretell(module, args, kwargs, lambda: InsideUnit(self, name), self._stands_in)
+            output = fake_forward(module, args, kwargs, lambda: IntraUnitMode(self, name), self._stands_in)
         finally:
             self._inside = None
         self.used(name, tensors_of(output), [])  # an input may be handed through
@@ -239,7 +239,7 @@ class _Recorder:
         made = placeholder(leaf)
         self._born[storage_of(made)] = key
         self._add(made, {_Source("output", key, stage)})
-        return entered(made)
+        return as_module_output(made)
 
     def _sources(self, tensors: Iterable[Tensor]) -> _Sources:
         return _NOTHING.union(*(self._known.get(storage_of(tensor), _NOTHING) for tensor in tensors))
@@ -250,7 +250,7 @@ class _Recorder:
 
     # ---- the result ----
 
-    def finish(self, result: Any) -> Recording:
+    def finish(self, result: Any) -> StageTrace:
         self._needs[-1] |= self._sources(tensors_of(result))
         self._place_fed_buffers()
         self._refuse_what_cannot_be_shared()  # first: a layer that is never called may have been left out by chance
@@ -260,7 +260,7 @@ class _Recorder:
                     f"'{name}' has stage {stage}, but the forward never calls it; give the stage to a module that is "
                     "called"
                 )
-        return Recording(
+        return StageTrace(
             units=self._units,
             transfers=tuple(self._transfers()),
             holders=self._holders(),
@@ -311,12 +311,12 @@ class _Recorder:
         needed = self._needed(stage, "output")
         return tuple(key for key, source in self._outputs.items() if source == stage and key in needed)
 
-    def _transfers(self) -> Iterator[Transfer]:
+    def _transfers(self) -> Iterator[TracedTransfer]:
         for target in self._stages:
             needed = self._needed(target, "output")
             for key, source in self._outputs.items():
                 if key in needed and source != target:
-                    yield Transfer(
+                    yield TracedTransfer(
                         key=key,
                         source=source,
                         target=target,

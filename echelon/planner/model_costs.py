@@ -46,7 +46,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class SplitCollective:
     """What ranks of a split exchange. ``bytes`` are of the whole tensor that is summed or gathered."""
 
     kind: MessageKind
@@ -55,11 +55,11 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class UnitPass:
     """One way through a unit, forward or backward."""
 
     kernels: tuple[Kernel, ...]
-    messages: tuple[Message, ...] = ()
+    messages: tuple[SplitCollective, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -75,7 +75,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unit:
+class ModelUnit:
     """A part of the model that is never cut, with the glue before it (and, for the last, the loss and all after it).
 
     All bytes are for one micro-batch, on one device of the split.
@@ -101,8 +101,8 @@ class Unit:
     """
 
     name: str
-    forward: Pass
-    backward: Pass
+    forward: UnitPass
+    backward: UnitPass
     weights: float = 0.0
     trained: float = 0.0
     weight_bytes: float = 0.0
@@ -122,18 +122,18 @@ class Unit:
     forward_again: float = 0.0
     backward_again: float = 0.0
     backward_again_whole: float = 0.0
-    again: Pass | None = None
+    again: UnitPass | None = None
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ModelCosts:
     """All units of a model, in the order they run, for micro-batches of ``samples`` on one of ``split`` devices.
 
     given: bytes of such a micro-batch, targets included
-    tied:  entries that units share, one number for each group of ``Anatomy.ties``; fewer where a split cuts them
+    tied:  entries that units share, one number for each group of ``ProfileLike.ties``; fewer where a split cuts them
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[ModelUnit, ...]
     samples: int
     split: int = 1
     amp: str | None = None
@@ -141,7 +141,7 @@ class Sheet:
     tied: tuple[float, ...] = ()
 
 
-class Anatomy(Protocol):
+class ProfileLike(Protocol):
     """What the cost model and the search ask of a model. ``Profile`` is one; a test may make its own.
 
     names:     of the units, as registered in the model; a cut may be made before each but the first
@@ -161,4 +161,4 @@ class Anatomy(Protocol):
     @property
     def batch(self) -> int: ...
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet: ...
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts: ...

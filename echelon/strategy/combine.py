@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class CombinationChange:
     """Fine, but the meaning changes: ``how``."""
 
     how: str
@@ -35,7 +35,7 @@ class Conflict:
     do: str
 
 
-Verdict = Change | Conflict
+Verdict = CombinationChange | Conflict
 
 _ONE_OF_TWO = "choose one of the two"
 
@@ -50,31 +50,39 @@ _AMONG_ALL: dict[tuple[str, str], Verdict] = {
         "drop lamb, or use fp16_allreduce in place of dgc",
     ),
     ("localsgd", "adaptive_localsgd"): Conflict("both say when to average", _ONE_OF_TWO),
-    ("amp=fp16", "dgc"): Change(
+    ("amp=fp16", "dgc"): CombinationChange(
         "gradients are unscaled and checked on all ranks before they enter the residuals, which stay fp32; an overflow "
         "anywhere skips the step everywhere and leaves the residuals as they were"
     ),
-    ("amp=fp16", "fp16_allreduce"): Change(
+    ("amp=fp16", "fp16_allreduce"): CombinationChange(
         "gradients travel with the loss scale still on; an overflow arrives as one and skips the step everywhere"
     ),
-    ("dgc", "gradient_merge"): Change("the merged gradient of several steps is compressed and sent once"),
-    ("dgc", "fp16_allreduce"): Change("values, not positions, travel in 16 bits; the rounding stays in the residual"),
-    ("dgc", "clip"): Change(
+    ("dgc", "gradient_merge"): CombinationChange("the merged gradient of several steps is compressed and sent once"),
+    ("dgc", "fp16_allreduce"): CombinationChange(
+        "values, not positions, travel in 16 bits; the rounding stays in the residual"
+    ),
+    ("dgc", "clip"): CombinationChange(
         "each rank clips its own gradient to clip / sqrt(ranks) before it accumulates, instead of the mean afterwards"
     ),
-    ("recompute", "sync_batch_norm"): Change("batch norms in recomputed parts exchange their statistics twice"),
-    ("lars", "clip"): Change(
+    ("recompute", "sync_batch_norm"): CombinationChange(
+        "batch norms in recomputed parts exchange their statistics twice"
+    ),
+    ("lars", "clip"): CombinationChange(
         "clipping comes first, and LARS undoes most of it: its rate divides by the gradient's norm"
     ),
-    ("lamb", "clip"): Change(
+    ("lamb", "clip"): CombinationChange(
         "clipping comes first, and LAMB is blind to a constant scale: it only weighs this step less"
     ),
-    ("lars", "lr_scaling"): Change("the trust ratio adapts each layer's rate already; the scaled rate multiplies it"),
-    ("lamb", "lr_scaling"): Change(
+    ("lars", "lr_scaling"): CombinationChange(
+        "the trust ratio adapts each layer's rate already; the scaled rate multiplies it"
+    ),
+    ("lamb", "lr_scaling"): CombinationChange(
         "the trust ratio adapts each layer's rate already; LAMB's authors scale by the root: lr_scaling='sqrt'"
     ),
-    ("gradient_merge", "lr_scaling"): Change("the rate is scaled by ranks x merged steps, as the update's batch is"),
-    ("lr_scaling", "reduction.op=sum"): Change(
+    ("gradient_merge", "lr_scaling"): CombinationChange(
+        "the rate is scaled by ranks x merged steps, as the update's batch is"
+    ),
+    ("lr_scaling", "reduction.op=sum"): CombinationChange(
         "summed gradients grow with the ranks and the rate does too; scaling it once is usually meant: op='mean'"
     ),
 }
@@ -90,12 +98,16 @@ _WITH_LOCAL_STEPS: dict[str, Verdict] = {
         "drop lr_scaling and set the optimizer's rate",
     ),
     "reduction.op=sum": Conflict("weights are averaged and no gradients are summed", "leave op='mean'"),
-    "amp=fp16": Change("an overflow skips the step of that rank only; the smallest scale is agreed on at each sync"),
-    "clip": Change("each rank clips its own gradient"),
-    "gradient_merge": Change("k counts updates, each of them after so many merged steps"),
-    "fp16_allreduce": Change("the change of the weights since the last sync travels in 16 bits, not gradients"),
-    "lars": Change("trust ratios come from each rank's own gradient"),
-    "lamb": Change("trust ratios come from each rank's own gradient"),
+    "amp=fp16": CombinationChange(
+        "an overflow skips the step of that rank only; the smallest scale is agreed on at each sync"
+    ),
+    "clip": CombinationChange("each rank clips its own gradient"),
+    "gradient_merge": CombinationChange("k counts updates, each of them after so many merged steps"),
+    "fp16_allreduce": CombinationChange(
+        "the change of the weights since the last sync travels in 16 bits, not gradients"
+    ),
+    "lars": CombinationChange("trust ratios come from each rank's own gradient"),
+    "lamb": CombinationChange("trust ratios come from each rank's own gradient"),
 }
 
 #: With what the marks on a model say. These names are implied by the model, not options of a Strategy.
@@ -115,12 +127,12 @@ _WITH_SHARD: dict[str, Verdict] = {
     "localsgd": Conflict("each rank steps with a whole optimizer of its own", "choose one of the two"),
     "adaptive_localsgd": Conflict("each rank steps with a whole optimizer of its own", "choose one of the two"),
     "fp16_allreduce": Conflict("gradients are scattered, not all-reduced", "choose one of the two"),
-    "gradient_merge": Change(
+    "gradient_merge": CombinationChange(
         "with levels 2 and 3 every merged step is scattered at once, so that no rank holds a whole gradient; level 1 "
         "sends once"
     ),
-    "lars": Change("norms of parameters are summed over their shards: one small message an update"),
-    "lamb": Change("norms of parameters are summed over their shards: one small message an update"),
+    "lars": CombinationChange("norms of parameters are summed over their shards: one small message an update"),
+    "lamb": CombinationChange("norms of parameters are summed over their shards: one small message an update"),
 }
 
 _NO_GRADIENTS_BETWEEN = "gradients go to servers, none travel between workers"
@@ -133,13 +145,19 @@ _WITH_SERVERS: dict[str, Verdict] = {
     "gradient_merge": Conflict("every step is one push", "use a larger batch in place of gradient_merge"),
     "lr_scaling": Conflict("servers step with the rates that they are told", "drop lr_scaling and set the rates"),
     "reduction.op=sum": Conflict("servers take the mean", "leave op='mean'"),
-    "amp=fp16": Change("an overflow skips the push of that worker only; with dense='allreduce' it skips it everywhere"),
-    "clip": Change("each worker clips its own dense gradient before the push; rows of tables are not clipped"),
-    "recompute": Change("rows are read once and used in both passes; the push is the same as without"),
-    "fp16_allreduce": Change("only dense parameters that workers sum among themselves (dense='allreduce') travel so"),
-    "sync_batch_norm": Change("needs dense='allreduce', where workers talk to one another"),
-    "lars": Change("each parameter lies whole on one server, which sees all of it"),
-    "lamb": Change("each parameter lies whole on one server, which sees all of it"),
+    "amp=fp16": CombinationChange(
+        "an overflow skips the push of that worker only; with dense='allreduce' it skips it everywhere"
+    ),
+    "clip": CombinationChange(
+        "each worker clips its own dense gradient before the push; rows of tables are not clipped"
+    ),
+    "recompute": CombinationChange("rows are read once and used in both passes; the push is the same as without"),
+    "fp16_allreduce": CombinationChange(
+        "only dense parameters that workers sum among themselves (dense='allreduce') travel so"
+    ),
+    "sync_batch_norm": CombinationChange("needs dense='allreduce', where workers talk to one another"),
+    "lars": CombinationChange("each parameter lies whole on one server, which sees all of it"),
+    "lamb": CombinationChange("each parameter lies whole on one server, which sees all of it"),
 }
 
 _IN_BF16 = "lean computes in bf16, the form its weights have"

@@ -10,7 +10,7 @@ WHOLE = ""  #: the name of the model itself
 
 
 @strict
-class Chosen:
+class FastPathChoice:
     """The parts of the fast path that run.
 
     compiled:      modules that are compiled, each for itself; ``("",)`` is the whole model

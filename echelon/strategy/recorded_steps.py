@@ -13,7 +13,7 @@ WARM_UP, COUNT = 10, 5
 AFTER_WARM_UP = "auto"
 
 
-class Steps(NamedTuple):
+class RecordedSteps(NamedTuple):
     """``first`` to ``last``, both recorded."""
 
     first: int
@@ -34,14 +34,14 @@ def check_steps(text: str, asked_by: str) -> str:
     return text
 
 
-def parse_steps(text: str, asked_by: str, done: int) -> Steps:
+def parse_steps(text: str, asked_by: str, done: int) -> RecordedSteps:
     """The steps that ``text`` names, for a run that begins after ``done`` steps."""
     if text == AFTER_WARM_UP:
-        return Steps(done + WARM_UP + 1, done + WARM_UP + COUNT)
+        return RecordedSteps(done + WARM_UP + 1, done + WARM_UP + COUNT)
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if found is None:
         raise UsageError(f"{asked_by} '{text}' names no steps; write 5:10 (both included), or 7 for one")
     first, last = int(found[1]), int(found[2] or found[1])
     if first < 1 or last < first:
         raise UsageError(f"{asked_by} '{text}': steps count from 1, and the first comes before the last; write 5:10")
-    return Steps(first, last)
+    return RecordedSteps(first, last)

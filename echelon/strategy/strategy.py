@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from echelon.base.config import build, require, strict
 from echelon.strategy import fleet_names, strategy_files, strategy_table
 from echelon.strategy.combine import refuse_conflicts
-from echelon.strategy.other_names import refuse_other_names
+from echelon.strategy.other_framework_names import refuse_other_names
 from echelon.strategy.parts import (
     SHORTHAND,
     AdaptiveLocalSgd,

@@ -19,9 +19,9 @@ from echelon.zoo.registry import all_datasets
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.input import loader_options, train_part
 from echelon.zoo.train.optimizers import make_optimizer
-from echelon.zoo.train.resolve import Resolved, resolve
+from echelon.zoo.train.resolve import TrainConfig, resolve
 from echelon.zoo.train.strategies import plans
-from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, Words
+from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, TrainArguments
 
 if TYPE_CHECKING:
     from echelon.engine.engine import Engine
@@ -84,10 +84,10 @@ def load(name: str, **parameters: Any) -> Application:
     for given in parameters:
         if given in STRATEGY_OPTIONS:
             raise UsageError(f"load({given}=...): it belongs to the strategy; write distribute(strategy=Strategy(...))")
-    resolved = resolve(Words(run=_words({"model_name": name, **parameters})))
-    if resolved["dataset_dir"] and not resolved.is_asked("dataset_name"):
+    resolved = resolve(TrainArguments(run=_words({"model_name": name, **parameters})))
+    if resolved["dataset_dir"] and not resolved.is_user_set("dataset_name"):
         found = _read_as(resolved)
-        resolved = resolve(Words(run=_words({"model_name": name, **parameters, "dataset_name": found})))
+        resolved = resolve(TrainArguments(run=_words({"model_name": name, **parameters, "dataset_name": found})))
     resolved, data = open_data(resolved)
     model = resolved.model.build(resolved.request)
     let_arrive(model, data)
@@ -101,7 +101,7 @@ def load(name: str, **parameters: Any) -> Application:
     )
 
 
-def open_data(resolved: Resolved) -> tuple[Resolved, Data]:
+def open_data(resolved: TrainConfig) -> tuple[TrainConfig, Data]:
     """Open the data set, before the model is built: it knows how many classes and words there are."""
     if "://" in (resolved["dataset_dir"] or ""):
         resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
@@ -129,7 +129,7 @@ def _words(parameters: Mapping[str, Any]) -> dict[str, str | bool]:
     return {name: value if value is True else str(value) for name, value in parameters.items() if value is not None}
 
 
-def _read_as(resolved: Resolved) -> str:
+def _read_as(resolved: TrainConfig) -> str:
     """Return the data set for a folder of which only the place is known."""
     able = resolved.model.tasks[resolved["task_type"]]
     found = next((READ_AS[task] for task in able if task in READ_AS), None)

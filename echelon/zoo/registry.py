@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from echelon.base.errors import UsageError
 from echelon.zoo.entry import Dataset, Model
-from echelon.zoo.names import DATASETS, MODELS
+from echelon.zoo.entry_names import DATASETS, MODELS
 
 #: names of data sets that earlier systems gave them
 SYNONYMS = {"mock_image": "mock"}
@@ -58,7 +58,7 @@ def model(name: str) -> Model:
 
         return own_model(name)
     if inner:
-        from echelon.zoo.borrowed import borrow
+        from echelon.zoo.library_models import borrow
 
         return borrow(library, inner)
     if name not in MODELS and name not in _models:
@@ -101,7 +101,7 @@ def require_dataset(name: str) -> None:
 def _is_own(name: str) -> bool:
     if ":" not in name:  # most names need no import
         return False
-    from echelon.zoo.own.place import is_place
+    from echelon.zoo.own.own_object import is_place
 
     return is_place(name)
 

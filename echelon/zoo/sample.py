@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from echelon.data import Loader
 from echelon.zoo.tasks import loss_of
-from echelon.zoo.train.resolve import Resolved, resolve
-from echelon.zoo.train.train_arguments import Words
+from echelon.zoo.train.resolve import TrainConfig, resolve
+from echelon.zoo.train.train_arguments import TrainArguments
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sample:
     model: nn.Module
     batch: tuple[Any, ...]
     loss: Callable[[Any, Any], Tensor]
-    resolved: Resolved
+    resolved: TrainConfig
 
 
 def sample(name: str, values: Mapping[str, Any] | None = None, *, batch: int = 2, device: str | None = None) -> Sample:
@@ -32,7 +32,9 @@ def sample(name: str, values: Mapping[str, Any] | None = None, *, batch: int = 2
     device: "meta" builds it without memory, to look at sizes only
     """
     given = {"model_name": name, "num_sample_per_epoch": max(batch, 8), **(values or {})}
-    resolved = resolve(Words(run={key: value if value is True else str(value) for key, value in given.items()}))
+    resolved = resolve(
+        TrainArguments(run={key: value if value is True else str(value) for key, value in given.items()})
+    )
     data = resolved.dataset.open(resolved.request)
     resolved = resolved.told(data)
     with torch.device(device) if device else contextlib.nullcontext():

@@ -13,12 +13,12 @@ from torch import nn
 from echelon.base.formatting import count, size
 from echelon.zoo import registry
 from echelon.zoo.entry import Dataset, Model, Setting
-from echelon.zoo.own.place import found_at, is_place
+from echelon.zoo.own.own_object import found_at, is_place
 from echelon.zoo.sample import sample
-from echelon.zoo.train.statistics import Statistics, statistics
+from echelon.zoo.train.statistics import ModelStatistics, statistics
 
 
-def listed(as_json: bool) -> str:
+def list_zoo(as_json: bool) -> str:
     models = sorted(registry.all_models().values(), key=_by_family_and_size)
     datasets = sorted(registry.all_datasets().values(), key=lambda entry: entry.name)
     if as_json:
@@ -57,7 +57,7 @@ def _about(entry: Model, models: Iterable[Model]) -> str:
     return f"{entry.about}; the name {' and '.join(others)} means it too" if others else entry.about
 
 
-def shown(name: str, as_json: bool) -> str:
+def show_zoo_entry(name: str, as_json: bool) -> str:
     if is_place(name):
         return _shown_own(name, as_json)
     if name in registry.all_datasets() and name not in registry.all_models():
@@ -87,7 +87,7 @@ def _has_tables(entry: Model) -> bool:
     return entry.runner in ("ctr", "word2vec")
 
 
-def _headline(entry: Model, found: Statistics) -> list[str]:
+def _headline(entry: Model, found: ModelStatistics) -> list[str]:
     tasks = "; ".join(f"{kind}: {', '.join(tasks)}" for kind, tasks in entry.tasks.items())
     rows = [
         ("runner", entry.runner),
@@ -99,13 +99,13 @@ def _headline(entry: Model, found: Statistics) -> list[str]:
     return [f"{entry.name}: {entry.about}", "", *_columns(rows, indent=2)]
 
 
-def _arithmetic(found: Statistics) -> str:
+def _arithmetic(found: ModelStatistics) -> str:
     if found.multiply_adds is None:
         return f"not known: {found.reason}"
     return f"{count(found.multiply_adds)} multiply-adds forward, for each example"
 
 
-def _memory(found: Statistics) -> str:
+def _memory(found: ModelStatistics) -> str:
     parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.state}
     held = ", ".join(f"{name} {size(amount)}" for name, amount in parts.items() if amount is not None)
     return held + ("" if found.activations is None else f"; activations {size(found.activations)} for each example")
@@ -184,7 +184,7 @@ def _model_facts(entry: Model) -> dict[str, Any]:
     }
 
 
-def _figures(found: Statistics) -> dict[str, Any]:
+def _figures(found: ModelStatistics) -> dict[str, Any]:
     return {"parameters": found.parameters, "multiply_adds": found.multiply_adds}
 
 

@@ -18,7 +18,7 @@ from zoo import QUIET, sgd
 import echelon
 from echelon import Strategy
 from echelon.base.errors import CheckpointError, LossError, UsageError
-from echelon.observability.runlog.reader import read
+from echelon.observability.runlog.run_reader import read
 from echelon.tools.report.sections.training import charts
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import launch
-from echelon.api.launch import LaunchError, _Rank, _take
+from echelon.api.launch import LaunchError, _LaunchedRank, _take
 from echelon.base import environment
 from echelon.base.errors import UsageError
 
@@ -76,7 +76,7 @@ def test_a_result_that_does_not_arrive_is_one_line() -> None:
     os.write(telling.fileno(), struct.pack("!i", 100) + b"half a message")
     telling.close()
     output, printing = Pipe(duplex=False)
-    rank = _Rank(0, os.posix_spawn("/bin/sh", ["sh", "-c", "exit 3"], {}), reading, output)
+    rank = _LaunchedRank(0, os.posix_spawn("/bin/sh", ["sh", "-c", "exit 3"], {}), reading, output)
     assert not _take(rank, reading)
     assert rank.ended is not None
     assert rank.ended.error == "it ended with exit code 3"
@@ -160,7 +160,7 @@ def test_a_rank_of_a_job_launches_no_other() -> None:
 
 
 def test_ranks_know_who_started_them_and_may_leave() -> None:
-    assert launch(lambda: environment.find_place().launcher, procs=2) == ["echelon.launch"] * 2
+    assert launch(lambda: environment.detect_rank_info().launcher, procs=2) == ["echelon.launch"] * 2
     assert launch(sys.exit, procs=1) == [None]
 
 

@@ -15,10 +15,10 @@ import torch
 from harness import run
 
 import echelon
-from echelon.base.environment import Place
+from echelon.base.environment import RankInfo
 from echelon.base.errors import PeerLost
 from echelon.base.wait_notice import AFTER, WaitNotice, name_ranks
-from echelon.distributed.process_group import join_ranks
+from echelon.distributed.join_ranks import join_ranks
 
 
 def test_the_line_comes_after_five_seconds_and_again_only_if_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +73,6 @@ def test_a_rank_that_meets_another_program_at_the_port_ends_in_time() -> None:
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        place = Place(1, 2, 1, 2, 0, *foreign.getsockname(), "torchrun")
+        place = RankInfo(1, 2, 1, 2, 0, *foreign.getsockname(), "torchrun")
         with pytest.raises(PeerLost, match=r"^rank 1 could not join rank 0 at .*: what listens there has not answered"):
             join_ranks(place, torch.device("cpu"), "gloo", 0.5)

@@ -26,7 +26,7 @@ from zoo import QUIET
 
 import echelon
 from echelon import Amp, Checkpoint, Lamb, Strategy, pipeline, split, stage
-from echelon.base.mesh import lines
+from echelon.base.mesh import rank_groups
 from echelon.checkpoint import Stored, export, find
 from echelon.distributed.world import seed_everything
 from echelon.parallel.objective import Objective
@@ -184,7 +184,7 @@ def go(engine: Any, model: str, steps: Iterable[int]) -> None:
 def own_share(engine: Any, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """This rank's part of a global batch."""
     plan = engine.plan
-    line = next(line for line in lines(plan.mesh, plan.order, plan.data_axes) if echelon.rank() in line)
+    line = next(line for line in rank_groups(plan.mesh, plan.order, plan.data_axes) if echelon.rank() in line)
     return matrix.share(batch, line.index(echelon.rank()), plan.replicas)
 
 

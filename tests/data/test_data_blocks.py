@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from echelon.base.errors import DataError
 from echelon.data import Loader
-from echelon.data.blocks import Block
+from echelon.data.blocks import ColumnBlock
 
 
 class Numbered:
@@ -29,7 +29,7 @@ class Numbered:
     def columns(self, fetched):
         rows = np.arange(self._starts[fetched], self._starts[fetched + 1])
         whole = ~np.isin(rows, self.lost)
-        return Block([torch.from_numpy(rows), torch.from_numpy(rows * 10)], None if whole.all() else whole)
+        return ColumnBlock([torch.from_numpy(rows), torch.from_numpy(rows * 10)], None if whole.all() else whole)
 
 
 def epoch(data, rank=0, ranks=1, stop=None, state=None, **options):

@@ -236,8 +236,10 @@ def test_going_on_reads_only_what_is_left(day, monkeypatch):
     from echelon.data.ctr import ctr_files
 
     fetched = []
-    fetch = ctr_files.Reader.fetch
-    monkeypatch.setattr(ctr_files.Reader, "fetch", lambda self, number: fetched.append(number) or fetch(self, number))
+    fetch = ctr_files.CtrReader.fetch
+    monkeypatch.setattr(
+        ctr_files.CtrReader, "fetch", lambda self, number: fetched.append(number) or fetch(self, number)
+    )
     before, _ = loader(day, shuffle=False)
     for _ in zip(range(15), before, strict=False):
         pass

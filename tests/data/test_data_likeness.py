@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, WeightedRan
 
 import echelon
 from echelon.base.errors import DataError
-from echelon.data.fingerprint import likeness
+from echelon.data.fingerprint import dataset_fingerprint
 from echelon.data.repeated import Repeated
 
 X = torch.arange(1000.0).view(200, 5)
@@ -78,14 +78,14 @@ def changed(at: int) -> Tensor:
     ],
 )
 def test_what_two_data_sets_are_told_apart_by(one: Any, other: Any, same: bool) -> None:
-    assert (likeness(one, 7) == likeness(other, 7)) == same
-    assert likeness(one, 7) != likeness(one, 8)
+    assert (dataset_fingerprint(one, 7) == dataset_fingerprint(other, 7)) == same
+    assert dataset_fingerprint(one, 7) != dataset_fingerprint(one, 8)
 
 
 def test_nobodys_code_is_run_to_look() -> None:
     own = Own(X)
-    likeness(own, 200)
-    likeness(Subset(own, [1, 2]), 2)
+    dataset_fingerprint(own, 200)
+    dataset_fingerprint(Subset(own, [1, 2]), 2)
     assert not own.read
 
 

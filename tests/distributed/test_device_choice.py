@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.base.environment import Place, find_place
+from echelon.base.environment import RankInfo, detect_rank_info
 from echelon.base.errors import UsageError
 from echelon.distributed.device_choice import choose_device
 
 
-def place(local_rank: int) -> Place:
+def place(local_rank: int) -> RankInfo:
     names = {"RANK": local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 8}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    return find_place({name: str(value) for name, value in names.items()} | meeting)
+    return detect_rank_info({name: str(value) for name, value in names.items()} | meeting)
 
 
 @pytest.mark.parametrize(

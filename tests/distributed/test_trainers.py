@@ -12,10 +12,10 @@ import pytest
 from harness import RANKS, free_port, run
 
 import echelon
-from echelon.base.environment import ALONE, Place
+from echelon.base.environment import ALONE, RankInfo
 from echelon.base.errors import EchelonError, UsageError
 from echelon.distributed import world as worlds
-from echelon.distributed.endpoint_trainers import meeting_place, trainer_place
+from echelon.distributed.endpoint_trainers import trainer_rank_info, with_master_endpoint
 from echelon.distributed.ps_role import find_role
 
 LIST = "10.0.0.1:6170,10.0.0.1:6171,10.0.0.2:6170"
@@ -24,7 +24,7 @@ OWN = {"PADDLE_CURRENT_ENDPOINT": "10.0.0.2:6170"}
 
 
 def test_trainer_place_counts_hosts_and_devices() -> None:
-    places = [trainer_place({}, trainers=LIST, trainer_id=rank) for rank in range(3)]
+    places = [trainer_rank_info({}, trainers=LIST, trainer_id=rank) for rank in range(3)]
     assert [place.rank for place in places] == [0, 1, 2]
     assert [(p.local_rank, p.local_world_size, p.node_rank) for p in places] == [(0, 2, 0), (1, 2, 0), (0, 1, 1)]
     assert {(p.world_size, p.master_addr, p.master_port, p.one_host) for p in places} == {(3, "10.0.0.1", 6170, False)}
@@ -32,16 +32,16 @@ def test_trainer_place_counts_hosts_and_devices() -> None:
 
 
 def test_trainer_place_by_environment_is_that_by_arguments() -> None:
-    asked = trainer_place({}, trainers=LIST, trainer_id="2", current_endpoint="10.0.0.2:6170")
-    assert trainer_place(HERE | OWN) == asked == trainer_place(HERE)
-    assert trainer_place({"PADDLE_TRAINER_ENDPOINTS": LIST} | OWN) == asked  # its number is its endpoint's place
-    assert trainer_place(HERE | {"PADDLE_TRAINER_ID": "0"}, trainer_id=2) == asked  # an argument wins
-    assert trainer_place({"PADDLE_TRAINERS_NUM": "7"}, trainers=LIST.split(","), trainer_id=2) == asked
+    asked = trainer_rank_info({}, trainers=LIST, trainer_id="2", current_endpoint="10.0.0.2:6170")
+    assert trainer_rank_info(HERE | OWN) == asked == trainer_rank_info(HERE)
+    assert trainer_rank_info({"PADDLE_TRAINER_ENDPOINTS": LIST} | OWN) == asked  # its number is its endpoint's place
+    assert trainer_rank_info(HERE | {"PADDLE_TRAINER_ID": "0"}, trainer_id=2) == asked  # an argument wins
+    assert trainer_rank_info({"PADDLE_TRAINERS_NUM": "7"}, trainers=LIST.split(","), trainer_id=2) == asked
 
 
 def test_trainer_place_on_one_host_meets_on_loopback() -> None:
     for one in ("10.0.0.1:1,10.0.0.1:2", "localhost:1,127.0.0.1:2", "[::1]:1,localhost:2"):
-        place = trainer_place({}, trainers=one, trainer_id=1)
+        place = trainer_rank_info({}, trainers=one, trainer_id=1)
         assert (place.local_rank, place.local_world_size, place.one_host) == (1, 2, True)
         assert (place.master_addr, place.master_port) == ("127.0.0.1", 1)
 
@@ -49,11 +49,11 @@ def test_trainer_place_on_one_host_meets_on_loopback() -> None:
 def test_trainer_place_alone_where_one_or_none_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
     one = {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1", "TRAINING_ROLE": "TRAINER"}
     for env in ({}, one, one | {"PADDLE_TRAINER_ENDPOINTS": "h:1"}, {"PADDLE_TRAINER_ENDPOINTS": ""}):
-        assert trainer_place(env) == ALONE
+        assert trainer_rank_info(env) == ALONE
     for surrounding in ("ECHELON_LOG_DIR", "ECHELON_PLAN_ONLY", "ECHELON_VERIFY"):
-        assert trainer_place(HERE | {surrounding: "x"}) == ALONE
+        assert trainer_rank_info(HERE | {surrounding: "x"}) == ALONE
     assert capsys.readouterr().err == ""
-    assert trainer_place({"PADDLE_NUM_TRAINERS": "2"}) == ALONE
+    assert trainer_rank_info({"PADDLE_NUM_TRAINERS": "2"}) == ALONE
     assert "PADDLE_NUM_TRAINERS is 2, but this process was started without 'echelon run'" in capsys.readouterr().err
 
 
@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
 @pytest.mark.parametrize(("arguments", "env", "line"), WRONG, ids=lambda value: str(value)[:30])
 def test_trainer_contradiction_is_one_line(arguments: dict[str, Any], env: dict[str, str], line: str) -> None:
     with pytest.raises(UsageError) as caught:
-        trainer_place(env, **arguments)
+        trainer_rank_info(env, **arguments)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -104,13 +104,13 @@ def test_servers_take_trainers_as_text_and_as_endpoints() -> None:
 
 
 def test_bound_workers_of_servers_meet_at_the_first_trainer() -> None:
-    worker = Place(2, 3, 0, 1, 0, "", 0, "parameter servers")
-    met = meeting_place(worker, {}, LIST)
+    worker = RankInfo(2, 3, 0, 1, 0, "", 0, "parameter servers")
+    met = with_master_endpoint(worker, {}, LIST)
     assert (met.rank, met.master_addr, met.master_port, met.launcher) == (2, "10.0.0.1", 6170, "parameter servers")
-    assert meeting_place(worker, HERE, 3) == met
-    assert meeting_place(worker, {}, 3) == worker
-    launched = Place(2, 3, 0, 1, 0, "first", 9, "echelon run")
-    assert meeting_place(launched, HERE, LIST) == launched
+    assert with_master_endpoint(worker, HERE, 3) == met
+    assert with_master_endpoint(worker, {}, 3) == worker
+    launched = RankInfo(2, 3, 0, 1, 0, "first", 9, "echelon run")
+    assert with_master_endpoint(launched, HERE, LIST) == launched
 
 
 # ---- real processes that do not all come ----

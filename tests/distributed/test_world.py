@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness import errors, run
 
 import echelon
-from echelon.base.environment import ALONE, expand_hosts, find_place
+from echelon.base.environment import ALONE, detect_rank_info, expand_hosts
 from echelon.base.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def test_ranks_find_each_other() -> None:
 
 def test_without_a_launcher_one_process_is_the_job() -> None:
     assert run(who_am_i, ranks=1) == [(0, 1, 0, True)]
-    assert find_place({}) == ALONE
+    assert detect_rank_info({}) == ALONE
 
 
 def one_stays_away() -> None:
@@ -104,14 +104,14 @@ SLURM = {
 
 
 def test_slurm_places_a_task() -> None:
-    place = find_place(SLURM)
+    place = detect_rank_info(SLURM)
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 6, 1, 2)
     assert (place.node_rank, place.master_addr, place.launcher) == (1, "gpu08", "Slurm")
-    assert place.master_port == find_place({**SLURM, "SLURM_PROCID": "0"}).master_port
+    assert place.master_port == detect_rank_info({**SLURM, "SLURM_PROCID": "0"}).master_port
 
 
 def test_a_plain_command_in_a_slurm_batch_script_is_alone() -> None:
-    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}) == ALONE
+    assert detect_rank_info({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}) == ALONE
 
 
 def test_slurms_host_lists() -> None:
@@ -126,8 +126,8 @@ OPEN_MPI = {
 
 def test_open_mpi_over_hosts_needs_to_be_told_where_rank_0_is() -> None:
     with pytest.raises(UsageError, match="mpirun -x MASTER_ADDR"):
-        find_place(OPEN_MPI)
-    place = find_place({**OPEN_MPI, "MASTER_ADDR": "first"})
+        detect_rank_info(OPEN_MPI)
+    place = detect_rank_info({**OPEN_MPI, "MASTER_ADDR": "first"})
     assert (place.rank, place.local_rank, place.node_rank, place.master_addr) == (3, 1, 1, "first")
 
 
@@ -142,4 +142,4 @@ def test_open_mpi_over_hosts_needs_to_be_told_where_rank_0_is() -> None:
 )
 def test_broken_environments_are_one_line(env: dict[str, str], line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        find_place(env)
+        detect_rank_info(env)

@@ -20,9 +20,9 @@ from echelon import Checkpoint, Elastic, Log, LrScaling, Strategy
 from echelon.base.environment import ELASTIC
 from echelon.base.errors import DataError, UsageError
 from echelon.data import FileList, Loader
-from echelon.engine.elastic import Beginning, fitted, rule_in_force, shares
+from echelon.engine.elastic import ElasticState, fit_to_ranks, rule_in_force, shares
 from echelon.plan.axes import refit
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Pipeline, Split
 from echelon.strategy.annotations.slices import Slices
 
@@ -232,15 +232,15 @@ def test_what_fits_is_left_alone_and_mistakes_stay_mistakes() -> None:
 def test_merged_stages_are_neighbours_and_keep_their_marks() -> None:
     units = {f"layers.{number}": number for number in range(4)}
     pipeline = Pipeline(micro_batches=8, weights=(1.0, 1.0, 1.0, 2.0))
-    marks = Marks(units=units, splits={"head": Split()}, replicates=(), pipeline=pipeline, default=None)
-    merged, slices, line = fitted(Elastic(), marks, Slices(average=8), 4, 4)
+    marks = ModelMarks(units=units, splits={"head": Split()}, replicates=(), pipeline=pipeline, default=None)
+    merged, slices, line = fit_to_ranks(Elastic(), marks, Slices(average=8), 4, 4)
     assert merged.units == {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
     assert (merged.pipeline, merged.splits) == (Pipeline(micro_batches=8), marks.splits)
     assert slices == Slices(average=4)
     assert line == "4 ranks do not make 4 stages x split over 2; going on with 2 stages x split over 2"
     listed, split = Slices(specific=((0, 2), (1, 3))), dataclasses.replace(marks, units={}, pipeline=None)
-    assert fitted(Elastic(), split, listed, 6, 2)[1] == Slices(average=2)
-    assert fitted(None, marks, listed, 6, 2) == (marks, listed, None)
+    assert fit_to_ranks(Elastic(), split, listed, 6, 2)[1] == Slices(average=2)
+    assert fit_to_ranks(None, marks, listed, 6, 2) == (marks, listed, None)
 
 
 def test_the_rule_is_in_force_where_hosts_may_come_and_go_or_where_it_was_given(
@@ -261,10 +261,10 @@ def test_the_rule_is_in_force_where_hosts_may_come_and_go_or_where_it_was_given(
 
 
 def test_the_beginning_outlives_resizes_and_states_without_it_begin_now() -> None:
-    began = Beginning(Elastic(), 4)
+    began = ElasticState(Elastic(), 4)
     began.replicas = 4
     began.made(32)
-    later = Beginning(Elastic(), 3)
+    later = ElasticState(Elastic(), 3)
     later.restore(began.facts())
     later.replicas = 3
     assert later.sizes(8, None) == (None, 32)
@@ -272,10 +272,10 @@ def test_the_beginning_outlives_resizes_and_states_without_it_begin_now() -> Non
     assert later.sizes(5, None) == (5, None)  # a second loader is new
     later.made(15)
     assert later.facts() == {"ranks": 4, "replicas": 4, "batches": [32, 15]}
-    old = Beginning(Elastic(), 3)
+    old = ElasticState(Elastic(), 3)
     old.restore(None)
     assert (old.sizes(8, None), old.factor) == ((8, None), 1.0)
-    not_in_force = Beginning(None, 3)
+    not_in_force = ElasticState(None, 3)
     not_in_force.restore(began.facts())
     assert not_in_force.sizes(8, None) == (8, None)
 

@@ -20,8 +20,8 @@ from zoo import QUIET
 import echelon
 from echelon import Checkpoint, Strategy
 from echelon.checkpoint import export
-from echelon.distributed.local_state import Holdings, grouped_names
-from echelon.parallel.weight_average import Averages, Ema
+from echelon.distributed.local_state import LocalState, grouped_names
+from echelon.parallel.weight_average import Ema, EmaWeights
 
 DECAY = 0.9
 
@@ -267,10 +267,10 @@ def test_average_follows_the_updates_of_each_optimizer() -> None:
 # ---- decay, types, buffers ----
 
 
-def _alone(model: nn.Module, **options: Any) -> Averages:
+def _alone(model: nn.Module, **options: Any) -> EmaWeights:
     optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
-    holdings = Holdings(model, dict(model.named_parameters()), groups=grouped_names(model, optimizers))
-    return Averages(Ema(**options), holdings)
+    holdings = LocalState(model, dict(model.named_parameters()), groups=grouped_names(model, optimizers))
+    return EmaWeights(Ema(**options), holdings)
 
 
 def test_decay_warms_up_as_in_timm_and_diffusers() -> None:

@@ -22,9 +22,9 @@ import echelon
 from echelon import Dgc, LocalSgd, Strategy, annotate, pipeline, split, stage
 from echelon.base.environment import MEMORY
 from echelon.base.job_secret import prove
-from echelon.checkpoint.in_memory.snapshot_buffer import Bank
-from echelon.checkpoint.in_memory.snapshot_wire import LONGEST, Line, Refused
-from echelon.launcher.memory_plugin import Memory, describe
+from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
+from echelon.checkpoint.in_memory.snapshot_wire import LONGEST, SnapshotClient, SnapshotRefusedError
+from echelon.launcher.memory_plugin import MemoryCheckpointPlugin, describe
 
 TOKEN = b"a secret of the job"
 TOTAL, COPIED = 6, 4  # steps in all, and those of which the first ranks leave a copy
@@ -112,7 +112,9 @@ def all_cases(cases: dict[str, Case], said: dict[str, list[dict[str, str]]]) -> 
     return found
 
 
-def told(memories: list[Memory], ranks: list[int], round_number: int, copies: int) -> list[dict[str, str]]:
+def told(
+    memories: list[MemoryCheckpointPlugin], ranks: list[int], round_number: int, copies: int
+) -> list[dict[str, str]]:
     """What ranks find in their environment, host by host."""
     hosts = [(memory.server.address, memory.card.get("memory_key", "")) for memory in memories]
     return [describe(round_number, here, hosts, ranks, copies) for here in range(len(memories))]
@@ -120,10 +122,10 @@ def told(memories: list[Memory], ranks: list[int], round_number: int, copies: in
 
 @pytest.fixture
 def memories() -> Iterator[Any]:
-    made: list[Memory] = []
+    made: list[MemoryCheckpointPlugin] = []
 
-    def make(token: bytes | None = TOKEN) -> Memory:
-        made.append(Memory("127.0.0.1", token, 1))
+    def make(token: bytes | None = TOKEN) -> MemoryCheckpointPlugin:
+        made.append(MemoryCheckpointPlugin("127.0.0.1", token, 1))
         return made[-1]
 
     yield make
@@ -182,9 +184,9 @@ def dies(case: Case, said: list[dict[str, str]], steps: int, die: dict[int, int]
     return train(case, steps, die.get(rank))
 
 
-def held(memory: Memory) -> list[tuple[int, int, int]]:
+def held(memory: MemoryCheckpointPlugin) -> list[tuple[int, int, int]]:
     """Round, rank and step of every whole copy."""
-    line = Line(memory.server.address, TOKEN)
+    line = SnapshotClient(memory.server.address, TOKEN)
     found = [(copy["round"], copy["rank"], copy["step"]) for copy in line.ask("list")["copies"]]
     line.close()
     return sorted(found)
@@ -223,7 +225,7 @@ def test_a_memory_that_cannot_be_reached_does_not_stop_training(memories: Any) -
 
 
 def test_a_copy_that_was_not_finished_is_not_there() -> None:
-    bank = Bank.make(room=100, nbytes=64)
+    bank = SnapshotBuffer.make(room=100, nbytes=64)
     bank.seal(0, seq=2, step=7, facts=b'{"a":1}')
     bank.seal(1, seq=3, step=8, facts=b"{}")
     assert [found and (found.seq, found.step) for found in map(bank.sealed, (0, 1))] == [(2, 7), (3, 8)]
@@ -239,8 +241,8 @@ def test_a_copy_that_was_not_finished_is_not_there() -> None:
 def test_strangers_and_nonsense_are_hung_up_on_and_take_no_memory(memories: Any) -> None:
     memory = memories()
     host, port = memory.server.address.split(":")
-    with pytest.raises(Refused, match="secret"):
-        Line(memory.server.address, b"another secret")
+    with pytest.raises(SnapshotRefusedError, match="secret"):
+        SnapshotClient(memory.server.address, b"another secret")
 
     def says(data: bytes, proves: bool) -> bytes:
         with socket.create_connection((host, int(port)), timeout=30) as caller:
@@ -267,8 +269,8 @@ def test_strangers_and_nonsense_are_hung_up_on_and_take_no_memory(memories: Any)
     ]
     for words in nonsense:
         assert says(words, proves=True) in (b"", refusal), words
-    line = Line(memory.server.address, TOKEN)
-    with pytest.raises(Refused, match="free"):
+    line = SnapshotClient(memory.server.address, TOKEN)
+    with pytest.raises(SnapshotRefusedError, match="free"):
         line.ask("open", round=0, world=1, rank=0, engine=0, table=[], room=10, nbytes=1 << 45)
     assert line.ask("list") == {"copies": []}
     assert memory.server.nbytes == 0

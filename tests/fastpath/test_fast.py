@@ -26,23 +26,23 @@ from echelon.base.errors import UsageError
 from echelon.fastpath import compile as compiled
 from echelon.fastpath.fast_path import prepare
 from echelon.fastpath.fused_optimizers import fuse
-from echelon.fastpath.inspect import asked_of, traits_of, with_chosen
+from echelon.fastpath.inspect import requested_fast_path, traits_of, with_fast_path
 from echelon.fastpath.policy import OFF, decide
 from echelon.fastpath.startup_lines import lines
-from echelon.fastpath.traits import Machine, Traits
+from echelon.fastpath.traits import DeviceCapabilities, FastPathTraits
 from echelon.plan import Plan, make_plan
 from echelon.strategy import Amp, Shard
-from echelon.strategy.fastpath_choice import Chosen
+from echelon.strategy.fastpath_choice import FastPathChoice
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.strategies import asked_strategy
 from echelon.zoo.train.train_arguments import sort_words
 
-GPU = Machine(cuda=True, bf16=True, triton=True)
+GPU = DeviceCapabilities(cuda=True, bf16=True, triton=True)
 BLOCKS = tuple(f"layers.{i}" for i in range(24))
-TRANSFORMER = Traits(machine=GPU, blocks=BLOCKS, unset={"main": "AdamW"})
+TRANSFORMER = FastPathTraits(machine=GPU, blocks=BLOCKS, unset={"main": "AdamW"})
 
 
-def with_traits(**changes: Any) -> Traits:
+def with_traits(**changes: Any) -> FastPathTraits:
     return dataclasses.replace(TRANSFORMER, **changes)
 
 
@@ -51,14 +51,14 @@ def with_traits(**changes: Any) -> Traits:
 
 def test_on_a_gpu_everything_that_is_safe_is_on() -> None:
     chosen = decide(Fast(), None, TRANSFORMER)
-    assert chosen == Chosen(compiled=BLOCKS, fused={"main": "AdamW"}, graphs=True, bf16=True)
+    assert chosen == FastPathChoice(compiled=BLOCKS, fused={"main": "AdamW"}, graphs=True, bf16=True)
     convolutions = decide(Fast(), None, with_traits(blocks=(), convolutions=True))
     assert (convolutions.compiled, convolutions.channels_last) == (("",), True)
 
 
 def test_on_a_cpu_nothing_is_on_by_itself_and_nothing_is_said() -> None:
-    chosen = decide(Fast(), None, with_traits(machine=Machine(), unset={}, convolutions=True))
-    assert chosen == Chosen()
+    chosen = decide(Fast(), None, with_traits(machine=DeviceCapabilities(), unset={}, convolutions=True))
+    assert chosen == FastPathChoice()
     assert list(lines(chosen)) == []
 
 
@@ -70,12 +70,12 @@ def test_on_a_cpu_nothing_is_on_by_itself_and_nothing_is_said() -> None:
         (Fast(), None, with_traits(slow_inside="it talks"), "compile", "it talks"),
         (Fast(), None, with_traits(compiled=True), "compile", "the model was compiled before distribute()"),
         (Fast(), None, with_traits(fp32=False), "bf16", "the weights are not all fp32"),
-        (Fast(), None, with_traits(machine=Machine(cuda=True, triton=True)), "bf16", "not every device"),
-        (Fast(), None, with_traits(machine=Machine(cuda=True, bf16=True)), "compile", "Triton"),
+        (Fast(), None, with_traits(machine=DeviceCapabilities(cuda=True, triton=True)), "bf16", "not every device"),
+        (Fast(), None, with_traits(machine=DeviceCapabilities(cuda=True, bf16=True)), "compile", "Triton"),
         (Fast(), None, with_traits(unfused="servers step"), "fused optimizers", "servers step"),
     ],
 )
-def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: Traits, part: str, reason: str) -> None:
+def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: FastPathTraits, part: str, reason: str) -> None:
     chosen = decide(asked, amp, traits)
     everything = decide(asked, amp, TRANSFORMER)
     assert chosen.left_out.keys() == {part}
@@ -98,14 +98,14 @@ def test_each_part_is_switched_off_alone(part: str) -> None:
 
 
 def test_the_environment_switches_off_what_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked_of(Strategy()) == Fast()
+    assert requested_fast_path(Strategy()) == Fast()
     monkeypatch.setenv("ECHELON_FAST", "0")
-    assert asked_of(Strategy()) is OFF
-    assert asked_of(Strategy(fast=Fast(compile=True))) == Fast(compile=True)
+    assert requested_fast_path(Strategy()) is OFF
+    assert requested_fast_path(Strategy(fast=Fast(compile=True))) == Fast(compile=True)
 
 
 def test_switched_off_means_nothing_at_all() -> None:
-    assert decide(OFF, None, with_traits(convolutions=True, odd=("head",))) == Chosen()
+    assert decide(OFF, None, with_traits(convolutions=True, odd=("head",))) == FastPathChoice()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_switched_off_means_nothing_at_all() -> None:
         (Fast(), False, {}, False),
         (Fast(compile="whole"), None, {}, False),
         (Fast(), None, {"compiled": True}, False),
-        (Fast(), None, {"machine": Machine(), "unset": {}}, False),
+        (Fast(), None, {"machine": DeviceCapabilities(), "unset": {}}, False),
     ],
 )
 def test_odd_output_layers_are_padded_where_16_bits_are_computed_in_and_the_compiler_does_not(
@@ -149,20 +149,20 @@ def test_what_the_user_says_of_sixteen_bits_is_what_happens(amp: object) -> None
         (Fast(compile="whole"), None, with_traits(only_blocks="it has stages"), "; use compile=True$"),
         (Fast(compile=True), None, with_traits(only_blocks="no", blocks=()), "and there are none; leave compile out$"),
         (Fast(bf16=True), False, TRANSFORMER, r"^Fast\(bf16=True\) was asked, but Strategy\(amp=...\)"),
-        (Fast(graphs=True), None, with_traits(machine=Machine()), "only NVIDIA GPUs have them"),
+        (Fast(graphs=True), None, with_traits(machine=DeviceCapabilities()), "only NVIDIA GPUs have them"),
         (Fast(graphs=True), None, with_traits(uncaptured="2 talk"), "was asked, but 2 talk; leave graphs out"),
         (Fast(compile="blocks"), None, with_traits(blocks=()), "the model has no repeated blocks"),
         (Fast(channels_last=True), None, TRANSFORMER, "the model has no 2-D convolutions"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_one_line(asked: Fast, amp: object, traits: Traits, line: str) -> None:
+def test_what_cannot_be_is_an_error_of_one_line(asked: Fast, amp: object, traits: FastPathTraits, line: str) -> None:
     with pytest.raises(UsageError, match=line) as caught:
         decide(asked, amp, traits)
     assert "\n" not in str(caught.value)
 
 
 def test_a_wish_overrules_what_would_only_be_slow() -> None:
-    traits = with_traits(slow_inside="batch norms talk", machine=Machine())
+    traits = with_traits(slow_inside="batch norms talk", machine=DeviceCapabilities())
     assert decide(Fast(compile=True), None, traits).compiled == BLOCKS
     assert decide(Fast(compile="whole"), None, traits).compiled == ("",)
 
@@ -198,7 +198,7 @@ class Blocks(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def planned(model: nn.Module, strategy: Strategy | None = None, ranks: int = 1) -> tuple[Plan, Traits]:
+def planned(model: nn.Module, strategy: Strategy | None = None, ranks: int = 1) -> tuple[Plan, FastPathTraits]:
     optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
     plan = make_plan(model, optimizers, strategy or Strategy(), ranks)
     return plan, traits_of(plan, GPU, model, optimizers, served=False)
@@ -230,7 +230,7 @@ def test_what_plans_do_to_a_model_is_found() -> None:
 
 def test_a_plan_keeps_its_fast_path_in_json() -> None:
     plan, traits = planned(Blocks())
-    quick = with_chosen(plan, decide(Fast(), None, with_traits(blocks=traits.blocks, uncaptured="no")))
+    quick = with_fast_path(plan, decide(Fast(), None, with_traits(blocks=traits.blocks, uncaptured="no")))
     assert Plan.from_json(quick.to_json()) == quick
     assert quick.amp == Amp()
     assert quick.hash != plan.hash
@@ -327,7 +327,7 @@ def test_a_fused_step_takes_a_first_gradient_that_comes_late() -> None:
 def test_channels_last_changes_strides_and_nothing_else() -> None:
     model = nn.Conv2d(3, 8, 3)
     before = model.weight.detach().clone()
-    prepare(model, Chosen(channels_last=True))
+    prepare(model, FastPathChoice(channels_last=True))
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
 

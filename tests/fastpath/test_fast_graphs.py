@@ -18,15 +18,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from echelon import Fast, Strategy
 from echelon.fastpath import cuda_graphs as graphs
-from echelon.fastpath import timing
-from echelon.fastpath.cuda_graph_capture import Captured, Rehearsal, _telling
-from echelon.fastpath.cuda_graphs import PATIENCE, SETTLING, TRIES, Graphs
-from echelon.fastpath.graph_validation import Proof, State, apart
-from echelon.fastpath.inspect import with_chosen
+from echelon.fastpath import pass_timing
+from echelon.fastpath.cuda_graph_capture import CapturedStep, WarmupStep, _telling
+from echelon.fastpath.cuda_graphs import PATIENCE, SETTLING, TRIES, CudaGraphRunner
+from echelon.fastpath.graph_validation import GraphValidation, PassSnapshot, apart
+from echelon.fastpath.inspect import with_fast_path
+from echelon.fastpath.pass_timing import GROUP, GROUPS, WATCHED, EagerTiming, GraphTimingComparison
 from echelon.fastpath.policy import decide
-from echelon.fastpath.side_effects import left_behind, look_at
-from echelon.fastpath.step_signature import Signature
-from echelon.fastpath.timing import GROUP, GROUPS, WATCHED, Contest, Watch
+from echelon.fastpath.side_effects import find_side_effect, snapshot_attributes
+from echelon.fastpath.step_signature import StepSignature
 from echelon.fastpath.user_hooks import has_gradient_hooks
 
 # ---- what a captured step has written into it ----
@@ -35,7 +35,7 @@ from echelon.fastpath.user_hooks import has_gradient_hooks
 def test_a_step_that_differs_from_the_captured_one_is_told_apart() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     batch = (torch.ones(2, 4), {"scale": 2.0})
-    signature = Signature(model, batch)
+    signature = StepSignature(model, batch)
     assert signature.fits((torch.zeros(2, 4), {"scale": 2.0}))
     assert not signature.fits((torch.zeros(3, 4), {"scale": 2.0}))
     assert not signature.fits((torch.zeros(2, 4).double(), {"scale": 2.0}))
@@ -90,9 +90,9 @@ class Behind(nn.Module):
 @pytest.mark.parametrize("what", ["nothing", "calls", "mean", "seen", "last", "inner.0.scale", "inner.more"])
 def test_what_forward_leaves_behind_in_python_is_found(what: str) -> None:
     model = Behind(what)
-    before = look_at(model)
+    before = snapshot_attributes(model)
     model(torch.randn(8, 4))
-    assert left_behind(before, look_at(model)) == (None if what == "nothing" else what)
+    assert find_side_effect(before, snapshot_attributes(model)) == (None if what == "nothing" else what)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_step_that_is_proved_is_the_step_as_written_and_nothing_of_the_other_w
             loss = model(batch).square().mean()
             return loss, lambda weight: (loss * weight).backward()
 
-        proof = Proof(model, Stand(plain), weight=2.0)  # type: ignore[arg-type]
+        proof = GraphValidation(model, Stand(plain), weight=2.0)  # type: ignore[arg-type]
         found = []
         torch.manual_seed(2)
         for batch, weight in zip(torch.randn(2, 8, 4), (3.0, torch.tensor(0.5)), strict=True):
@@ -175,7 +175,7 @@ def test_a_graph_that_does_something_else_is_found_out(what: str) -> None:
             model.inner[1].running_mean.zero_()
         return plain(batch, late=1.05 if calls[0] == 2 else 1.0)
 
-    proof = Proof(model, Stand(captured), weight=1.0)  # type: ignore[arg-type]
+    proof = GraphValidation(model, Stand(captured), weight=1.0)  # type: ignore[arg-type]
     for batch in torch.randn(2, 8, 4):
         proof.run(batch, plain)[1](1.0)
     assert proof.objection() is not None
@@ -190,7 +190,7 @@ def test_a_graph_that_finds_what_the_step_as_written_left_in_memory_is_found_out
         loss = model(batch).square().mean() * (left[0] if scale is None else scale)
         return loss, lambda weight: (loss * weight).backward()
 
-    proof = Proof(model, Stand(lambda batch: plain(batch, scale=left[0])), weight=1.0)  # type: ignore[arg-type]
+    proof = GraphValidation(model, Stand(lambda batch: plain(batch, scale=left[0])), weight=1.0)  # type: ignore[arg-type]
     for batch in torch.randn(2, 8, 4):
         proof.run(batch, plain)[1](1.0)
     assert str(proof.objection()).startswith("losses of a captured step differ by ")
@@ -203,7 +203,7 @@ class Alike:
 
 def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_for_ever() -> None:
     said: list[str] = []
-    graphs = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
+    graphs = CudaGraphRunner(planned(Blocks())[0], Blocks(), None, said.append)
     for attempt in range(TRIES):
         assert graphs._phase is not None
         graphs._captured, graphs._phase = Alike(), None  # type: ignore[assignment]
@@ -217,7 +217,7 @@ def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_
 
 def test_steps_that_fit_now_and_then_keep_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    capturing = Graphs(planned(Blocks())[0], Blocks(), None, said.append)
+    capturing = CudaGraphRunner(planned(Blocks())[0], Blocks(), None, said.append)
     captured = Alike()
     capturing._captured, capturing._phase = captured, None  # type: ignore[assignment]
     monkeypatch.setattr(capturing, "_replay", lambda captured, batch, plain: ("replayed", print))
@@ -232,8 +232,8 @@ def test_steps_that_fit_now_and_then_keep_a_graph(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("compile", "advised"), [("blocks", True), ("whole", False), (False, False)])
 def test_where_the_host_is_slow_and_no_graph_helps_compiling_the_whole_is_proposed(compile: Any, advised: bool) -> None:
     said: list[str] = []
-    plan = with_chosen(planned(Blocks())[0], decide(Fast(compile=compile), None, with_traits()))
-    graphs = Graphs(plan, Blocks(), None, said.append)
+    plan = with_fast_path(planned(Blocks())[0], decide(Fast(compile=compile), None, with_traits()))
+    graphs = CudaGraphRunner(plan, Blocks(), None, said.append)
     graphs._leave_out("forward draws")
     assert ["compile='whole'" in line for line in said] == [advised]
 
@@ -252,7 +252,7 @@ def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing
 def test_what_a_pass_has_changed_is_put_back_and_tables_that_it_has_made_are_left() -> None:
     model = nn.BatchNorm1d(2)
     model.register_buffer("table", torch.zeros(2))
-    before = State(model, torch.device("cpu"))
+    before = PassSnapshot(model, torch.device("cpu"))
     drawn = torch.rand(2)
     model(torch.randn(4, 2))
     model.table = torch.arange(4.0)  # a longer one
@@ -265,7 +265,7 @@ def test_what_a_pass_has_changed_is_put_back_and_tables_that_it_has_made_are_lef
 # ---- from the first step to the last ----
 
 
-class Traced(Captured):
+class Traced(CapturedStep):
     """A pass on the CPU, as the operations that it called when it was captured."""
 
     def __init__(self, model: nn.Module, *rest: Any) -> None:
@@ -276,7 +276,7 @@ class Traced(Captured):
         def step() -> tuple[Tensor, list[Tensor | None]]:
             return self._pass(), [parameter.grad for parameter in self._parameters]
 
-        before = State(self.model, self.device)
+        before = PassSnapshot(self.model, self.device)
         self._program = make_fx(step)()
         before.restore()  # tracing runs what it traces, capturing does not
 
@@ -312,13 +312,13 @@ class Lap:
 
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "Lap", Lap)
-    monkeypatch.setattr(timing, "Clock", object)
+    monkeypatch.setattr(pass_timing, "PassTimer", Lap)
+    monkeypatch.setattr(pass_timing, "DeviceClock", object)
     monkeypatch.setattr(Lap, "made", 0)
     monkeypatch.setattr(graphs, "has_room", lambda device: True)
-    monkeypatch.setattr(graphs, "Captured", Traced)
+    monkeypatch.setattr(graphs, "CapturedStep", Traced)
     monkeypatch.setattr(graphs, "draws", lambda: None)  # here the host's random numbers are the device's
-    monkeypatch.setattr(Rehearsal, "_played", lambda self: nullcontext())
+    monkeypatch.setattr(WarmupStep, "_played", lambda self: nullcontext())
 
 
 class Weights:
@@ -370,7 +370,7 @@ def train(
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    capturing = Graphs(planned(Blocks(), Strategy(gradient_merge=merge))[0], model, weighted, said.append)
+    capturing = CudaGraphRunner(planned(Blocks(), Strategy(gradient_merge=merge))[0], model, weighted, said.append)
 
     def plain(batch: Any) -> tuple[Tensor, Callable[..., None]]:
         loss = weighted(model(batch[0]), batch[1])
@@ -513,7 +513,7 @@ def test_a_step_that_waits_for_the_device_is_tried_again_as_one_that_knows_it_is
 ) -> None:
     told: list[bool] = []
 
-    def played(rehearsal: Rehearsal) -> Any:
+    def played(rehearsal: WarmupStep) -> Any:
         rehearsal.waits = not (rehearsal.told and helps)
         return nullcontext()
 
@@ -521,8 +521,8 @@ def test_a_step_that_waits_for_the_device_is_tried_again_as_one_that_knows_it_is
         told.append(knows)
         return Traced(model, batch, readings, plain, merges, knows)
 
-    monkeypatch.setattr(Rehearsal, "_played", played)
-    monkeypatch.setattr(graphs, "Captured", captured)
+    monkeypatch.setattr(WarmupStep, "_played", played)
+    monkeypatch.setattr(graphs, "CapturedStep", captured)
     (found, said), (expected, _) = (train(monkeypatch, nothing, [8] * (STEPS + 3), on) for on in (True, False))
     torch.testing.assert_close(found, expected)
     line = "are one CUDA graph now" if helps else "left out: forward or backward waits for the device"
@@ -544,18 +544,18 @@ def test_a_device_that_is_done_when_the_host_is_has_waited_for_it(
     behind: float, held_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lap, "behind", behind)
-    watch = Watch()
+    watch = EagerTiming()
     for _ in range(WATCHED):
         assert not watch.is_full
         watch.run("batch", lambda batch: (torch.zeros(()), lambda weight: None))[1](1.0)
     assert watch.is_over()
-    assert watch.is_held_up() is held_up
+    assert watch.is_host_bound() is held_up
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 def test_both_ways_take_turns_in_groups_whose_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lap, "made", WATCHED)
-    contest, order = Contest(), ""
+    contest, order = GraphTimingComparison(), ""
     for _ in range(GROUP * GROUPS):
         made = Lap.made
         kind, _ = contest.run(None, lambda batch: ("w", print), lambda batch: ("c", print))  # type: ignore[arg-type, return-value]

@@ -14,7 +14,7 @@ import echelon
 from echelon import Fast, Strategy
 from echelon.fastpath.fast_path import prepare
 from echelon.fastpath.padded_vocab import odd_layers, pad
-from echelon.strategy.fastpath_choice import Chosen
+from echelon.strategy.fastpath_choice import FastPathChoice
 
 WORDS, WIDTH = 1027, 1024
 
@@ -103,7 +103,7 @@ def test_32_bits_hooks_copies_and_an_undone_engine_are_as_written(monkeypatch: p
     assert seen
     handle.remove()
     passed(copy.deepcopy(model), torch.bfloat16)
-    prepare(model, Chosen())
+    prepare(model, FastPathChoice())
     passed(model, torch.bfloat16)
     assert not calls
 

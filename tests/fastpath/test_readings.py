@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.base.code_origin import is_users
 from echelon.fastpath import guards
-from echelon.fastpath.guards import Readings
+from echelon.fastpath.guards import PythonGuards
 
 annealed = 0.5
 unread = 0.5
@@ -209,7 +209,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_the_loss_reads_is_watched(what: str) -> None:
     loss, change, label = CHANGES[what]
-    found = Readings(Model(), loss)
+    found = PythonGuards(Model(), loss)
     assert found.changed() is None
     change()
     assert label in str(found.changed())
@@ -217,7 +217,7 @@ def test_what_the_loss_reads_is_watched(what: str) -> None:
 
 def test_a_closure_that_counts_is_found() -> None:
     loss, count = keeping()
-    found = Readings(Model(), loss)
+    found = PythonGuards(Model(), loss)
     assert found.changed() is None
     count()
     assert found.changed() == "calls of keeping.loss"
@@ -225,7 +225,7 @@ def test_a_closure_that_counts_is_found() -> None:
 
 def test_a_loss_that_is_a_module_is_watched_with_its_buffers() -> None:
     loss = Criterion()
-    found = Readings(Model(), loss)
+    found = PythonGuards(Model(), loss)
     loss.smoothing = 0.2
     assert found.changed() == "the loss.smoothing"
     loss.smoothing = 0.1
@@ -238,7 +238,7 @@ def test_a_module_that_is_imported_inside_a_function_is_watched(tmp_path: Any, m
     (tmp_path / "imported_inside.py").write_text("weight = 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     importing(1.0, None)
-    found = Readings(Model(), importing)
+    found = PythonGuards(Model(), importing)
     assert found.changed() is None
     sys.modules["imported_inside"].weight = 2.0  # type: ignore[attr-defined]
     assert found.changed() == "imported_inside.weight"
@@ -246,7 +246,7 @@ def test_a_module_that_is_imported_inside_a_function_is_watched(tmp_path: Any, m
 
 def test_another_object_in_the_place_of_one_that_is_gone_is_another() -> None:
     """Even at the same address, which the interpreter gives out again at once."""
-    found = Readings(Model(), lambda output, target: output * settings.scale)
+    found = PythonGuards(Model(), lambda output, target: output * settings.scale)
     for _ in range(20):
         globals()["settings"] = None
         globals()["settings"] = Settings()
@@ -258,14 +258,14 @@ def test_what_lies_too_deep_or_is_too_long_to_be_watched_is_said() -> None:
     for _ in range(guards.DEPTH + 1):
         deep = [deep]
     objects = [Schedule() for _ in range(guards.ITEMS + 1)]
-    assert Readings(Model(), lambda output, target: output * deep).too_many
-    assert Readings(Model(), lambda output, target: output * objects).too_many
-    assert not Readings(Model(), lambda output, target: output * long).too_many
+    assert PythonGuards(Model(), lambda output, target: output * deep).too_many
+    assert PythonGuards(Model(), lambda output, target: output * objects).too_many
+    assert not PythonGuards(Model(), lambda output, target: output * long).too_many
 
 
 def test_what_the_model_holds_is_watched() -> None:
     model = Model()
-    found = Readings(model, plainly)
+    found = PythonGuards(model, plainly)
     model.settings.scale = 2.0
     assert found.changed() == "the model.settings.scale"
     model.settings.scale = 1.0
@@ -276,7 +276,7 @@ def test_what_the_model_holds_is_watched() -> None:
 def test_a_hook_that_comes_later_is_noticed_and_one_that_is_there_is_followed() -> None:
     model = Model()
     model.register_forward_hook(lambda module, inputs, output: output * annealed)
-    found = Readings(model, plainly)
+    found = PythonGuards(model, plainly)
     globals()["annealed"] = 0.7
     assert found.changed() == "annealed"
     globals()["annealed"] = 0.5
@@ -314,14 +314,14 @@ def test_properties_that_draw_leave_random_numbers_as_they_are_and_equal_objects
     expected = float(torch.rand(())), random.random()
     torch.manual_seed(0)
     random.seed(0)
-    noisy = Readings(model, lambda output, target: output * drawing.noise)
+    noisy = PythonGuards(model, lambda output, target: output * drawing.noise)
     noisy.changed()
     assert (float(torch.rand(())), random.random()) == expected
-    assert Readings(Model(), lambda output, target: output.to(drawing.device).view(drawing.shape)).changed() is None
+    assert PythonGuards(Model(), lambda output, target: output.to(drawing.device).view(drawing.shape)).changed() is None
 
 
 def test_what_no_code_names_may_change() -> None:
-    found = Readings(Model(), lambda output, target: output * schedule.step)
+    found = PythonGuards(Model(), lambda output, target: output * schedule.step)
     schedule.nobody_reads_this += 1
     globals()["unread"] = 2.0
     assert found.changed() is None
@@ -339,7 +339,7 @@ def test_objects_that_libraries_made_are_watched_whole(tmp_path: Any, monkeypatc
     import some_config  # type: ignore[import-not-found]
 
     config = some_config.Config(scale=1.0)
-    found = Readings(Model(), lambda output, target: output * config.scale)
+    found = PythonGuards(Model(), lambda output, target: output * config.scale)
     assert found.changed() is None
     config._known["scale"] = 2.0
     assert found.changed() is not None
@@ -362,12 +362,12 @@ class Moody:
 def test_properties_that_fail_or_make_their_values_anew_are_no_change() -> None:
     moody = Moody()
     loss = lambda output, target: output * moody.broken * moody.pair[0] * moody.anew() * Moody.anew  # noqa: E731
-    assert Readings(Model(), loss).changed() is None
-    assert Readings(Model(), loss, of_classes=True).changed() is None
+    assert PythonGuards(Model(), loss).changed() is None
+    assert PythonGuards(Model(), loss, of_classes=True).changed() is None
 
 
 def test_of_classes_alone() -> None:
-    found = Readings(Model(), lambda output, target: output * Schedule.rate * schedule.step, of_classes=True)
+    found = PythonGuards(Model(), lambda output, target: output * Schedule.rate * schedule.step, of_classes=True)
     schedule.step = 3
     assert found.changed() is None
     Schedule.rate = 2.0
@@ -376,9 +376,9 @@ def test_of_classes_alone() -> None:
 
 def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "MOST", 3)
-    assert Readings(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many
+    assert PythonGuards(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many
     monkeypatch.setattr(guards, "MOST", 100)
-    assert not Readings(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many
+    assert not PythonGuards(Model(), lambda o, t: o * annealed * schedule.step * slotted.scale).too_many
 
 
 def test_only_the_users_code_is_followed() -> None:
@@ -390,5 +390,5 @@ def test_only_the_users_code_is_followed() -> None:
 
 def test_large_models_of_torch_hold_little_that_is_to_be_watched() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    found = Readings(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False), nn.CrossEntropyLoss())
+    found = PythonGuards(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False), nn.CrossEntropyLoss())
     assert len(found._watched) < 100

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 
 from echelon.base import network
 from echelon.launcher.failure import Failure
-from echelon.launcher.rendezvous.handler import Muster
-from echelon.launcher.rendezvous.messages import Terms
-from echelon.launcher.rendezvous.participant import Attendance, Meeting
+from echelon.launcher.rendezvous.handler import LauncherRendezvous
+from echelon.launcher.rendezvous.messages import RendezvousConfig
+from echelon.launcher.rendezvous.participant import RendezvousParticipant, RendezvousStore
 
 HERE = socket.gethostname()
 
@@ -250,12 +250,12 @@ def test_a_second_signal_ends_the_wait_for_ranks_that_save(tmp_path):
     ],
 )
 def test_what_is_explained_in_one_line_is_not_tried_again(failure, again):
-    terms = Terms(
+    terms = RendezvousConfig(
         least=1, most=1, elastic=False, procs=1, max_restarts=1, join_timeout=5, last_call=0, host_timeout=5, grace=1
     )
-    meet = [Meeting(HashStore(), "here", serves=True)].pop
-    muster = Muster(
-        Attendance(meet, terms, name="h", address="127.0.0.1", node_rank=None, extras=dict, say=print), terms
+    meet = [RendezvousStore(HashStore(), "here", serves=True)].pop
+    muster = LauncherRendezvous(
+        RendezvousParticipant(meet, terms, name="h", address="127.0.0.1", node_rank=None, extras=dict, say=print), terms
     )
     muster.next_rendezvous()
     verdict = muster.settle(Failure(0, 1, "h", 1, 1, 0.0, **failure))

@@ -18,7 +18,7 @@ from harness import free_port
 from torch.distributed import TCPStore
 
 from echelon.base import auth_proxy, job_secret, network, proxy_loop
-from echelon.base.auth_proxy import Gate, Tunnel, WrongSecret, serve_store, way_to_store
+from echelon.base.auth_proxy import AuthProxy, AuthTunnel, WrongSecret, local_store_endpoint, serve_store
 from echelon.base.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
 from echelon.base.errors import PeerLost
 
@@ -47,7 +47,9 @@ def served(token=TOKEN):
 
 
 def reached(port, token=TOKEN):
-    return TCPStore(*way_to_store("127.0.0.1", port, token), is_master=False, wait_for_workers=False, timeout=LIMIT)
+    return TCPStore(
+        *local_store_endpoint("127.0.0.1", port, token), is_master=False, wait_for_workers=False, timeout=LIMIT
+    )
 
 
 class Behind:
@@ -77,8 +79,8 @@ def guarded():
 
         def make(answer=lambda connection: None):
             behind = Behind(answer)
-            door = Gate(network.listen("127.0.0.1", 0), behind.port, TOKEN).door
-            tunnel = Tunnel("127.0.0.1", door.port, TOKEN).door
+            door = AuthProxy(network.listen("127.0.0.1", 0), behind.port, TOKEN).door
+            tunnel = AuthTunnel("127.0.0.1", door.port, TOKEN).door
             for thing in (behind, door, tunnel):
                 opened.callback(thing.close)
             return behind, door, tunnel
@@ -209,7 +211,7 @@ def test_a_byte_now_and_then_does_not_keep_anybody_waiting(side):
 
     dripping = threading.Thread(target=drip)
     dripping.start()
-    with ours, pytest.raises(job_secret.Stranger, match="timed out"):
+    with ours, pytest.raises(job_secret.HandshakeError, match="timed out"):
         side(ours, TOKEN)
     dripping.join()
 
@@ -217,7 +219,7 @@ def test_a_byte_now_and_then_does_not_keep_anybody_waiting(side):
 def test_another_secret_is_told_in_one_line():
     _, port = served()
     with pytest.raises(WrongSecret) as told:
-        way_to_store("127.0.0.1", port, b"another")
+        local_store_endpoint("127.0.0.1", port, b"another")
     assert str(told.value) == (
         f"the job at 127.0.0.1:{port} does not know this secret; ECHELON_TOKEN must be the same on every host"
     )
@@ -244,11 +246,11 @@ def test_a_launcher_with_another_secret_is_told_so_and_ends(tmp_path):
 def test_what_is_no_gate_is_told_in_one_line():
     _, port = serve_store("127.0.0.1", 0, None, LIMIT)
     with pytest.raises(PeerLost, match=f"what answers at 127.0.0.1:{port} does not ask for a secret"):
-        way_to_store("127.0.0.1", port, TOKEN)
+        local_store_endpoint("127.0.0.1", port, TOKEN)
     with network.listen("127.0.0.1", 0) as listener:
         gone = listener.getsockname()[1]
     with pytest.raises(PeerLost, match=f"the launcher at 127.0.0.1:{gone} cannot be reached"):
-        way_to_store("127.0.0.1", gone, TOKEN)
+        local_store_endpoint("127.0.0.1", gone, TOKEN)
 
 
 def test_who_has_said_all_still_hears_the_answer(guarded):
@@ -342,12 +344,12 @@ class TestWithCertificates:
         ours = reached(port)
         ours.set("large", bytes(1 << 20))
         assert store.get("large") == bytes(1 << 20)
-        with call(port) as plain, pytest.raises(job_secret.Stranger):
+        with call(port) as plain, pytest.raises(job_secret.HandshakeError):
             job_secret.prove(plain, TOKEN)
         # what goes between tunnel and gate, overheard by a relay
         behind, door, _ = guarded()
         heard, relay = [], network.listen("127.0.0.1", 0)
-        overheard = Tunnel("127.0.0.1", relay.getsockname()[1], TOKEN).door
+        overheard = AuthTunnel("127.0.0.1", relay.getsockname()[1], TOKEN).door
 
         def pass_on():
             near, far = relay.accept()[0], call(door.port)
@@ -372,7 +374,7 @@ class TestWithCertificates:
         _, port = served()
         self.monkeypatch.setenv(PS_CA, str(self.pem / "stranger.pem"))
         with pytest.raises(PeerLost, match=r"cannot be reached: .*certificate verify failed"):
-            way_to_store("127.0.0.1", port, TOKEN)
+            local_store_endpoint("127.0.0.1", port, TOKEN)
 
     def test_who_passes_on_the_proof_from_one_connection_to_another_gains_nothing(self, guarded):
         """Somebody in between with a certificate of the same authority, but without the secret."""
@@ -400,7 +402,7 @@ class TestWithCertificates:
         passing = threading.Thread(target=pass_on)
         passing.start()
         with pytest.raises(WrongSecret):
-            way_to_store("127.0.0.1", relay.getsockname()[1], TOKEN)
+            local_store_endpoint("127.0.0.1", relay.getsockname()[1], TOKEN)
         passing.join()
         relay.close()
         assert behind.let_in == []

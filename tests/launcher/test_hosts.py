@@ -13,12 +13,21 @@ from echelon.base.errors import PeerLost, UsageError
 from echelon.base.network import answers
 from echelon.launcher.job import check
 from echelon.launcher.rendezvous.handler import STORE_TIMEOUT
-from echelon.launcher.rendezvous.messages import Arrival, Host, Lineup, Verdict, agree, append, arrange, host_failure
-from echelon.launcher.rendezvous.open import Places
+from echelon.launcher.rendezvous.messages import (
+    JoinRequest,
+    RendezvousHost,
+    RoundMembers,
+    RoundOutcome,
+    check_same_nnodes,
+    host_failure,
+    order_elastic_hosts,
+    order_hosts,
+)
+from echelon.launcher.rendezvous.open_rendezvous import MasterEndpoints
 
 
 def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):
-    return Host(name, name, address, (), hosts, node_rank, serves)
+    return RendezvousHost(name, name, address, (), hosts, node_rank, serves)
 
 
 @pytest.mark.usefixtures("warm")
@@ -120,7 +129,7 @@ def test_a_launcher_that_has_only_just_said_that_the_port_is_its_own_is_waited_f
 
         other = threading.Thread(target=late)
         other.start()
-        meeting = Places(check("any.py", [], **options, **where))()
+        meeting = MasterEndpoints(check("any.py", [], **options, **where))()
         other.join()
     assert not meeting.serves
     meeting.store.set("key", "value")
@@ -143,37 +152,37 @@ def test_a_port_in_use_is_one_line(tmp_path):
 
 def test_without_node_ranks_the_serving_host_is_first_then_by_address():
     cards = [host("b", address="10.0.0.2"), host("c", address="10.0.0.3", serves=True), host("a", address="10.0.0.1")]
-    assert [card.name for card in arrange(cards)] == ["c", "a", "b"]
+    assert [card.name for card in order_hosts(cards)] == ["c", "a", "b"]
 
 
 def test_given_node_ranks_are_kept_and_the_others_fill_the_gaps():
     cards = [host("b"), host("last", node_rank=2), host("c", serves=True)]
-    assert [card.name for card in arrange(cards)] == ["c", "b", "last"]
+    assert [card.name for card in order_hosts(cards)] == ["c", "b", "last"]
 
 
 def test_hosts_that_contradict_one_another_are_named():
     with pytest.raises(UsageError, match="--node-rank 1 was given on two hosts, a and b"):
-        arrange([host("a", node_rank=1), host("b", node_rank=1), host("c")])
+        order_hosts([host("a", node_rank=1), host("b", node_rank=1), host("c")])
     with pytest.raises(UsageError, match="a says --nnodes 2, b says --nnodes 3"):
-        agree([host("a", hosts="2"), host("b", hosts="3")])
+        check_same_nnodes([host("a", hosts="2"), host("b", hosts="3")])
 
 
 def test_in_an_elastic_job_who_was_there_keeps_its_place_and_joiners_come_behind():
     came = [
-        Arrival(4, host("joiner", address="10.0.0.1")),
-        Arrival(4, host("third", serves=True), place=2, number=3),
-        Arrival(4, host("first", address="10.0.0.8"), place=0, number=3),
+        JoinRequest(4, host("joiner", address="10.0.0.1")),
+        JoinRequest(4, host("third", serves=True), place=2, number=3),
+        JoinRequest(4, host("first", address="10.0.0.8"), place=0, number=3),
     ]
-    assert [card.name for card in append(came)] == ["first", "third", "joiner"]
+    assert [card.name for card in order_elastic_hosts(came)] == ["first", "third", "joiner"]
 
 
 def test_what_launchers_tell_one_another_is_json_and_comes_back_as_it_was():
-    card = Host("t", "n", "10.0.0.1", ("10.0.0.1:5",), "2:8", None, True, {"memory": "10.0.0.1:7"})
-    arrival, lineup = Arrival(3, card, 1, 2, 1), Lineup((card, card), 4, 2)
-    verdict = Verdict(host_failure("b", "was lost", 1), True, "lost", counted=False)
+    card = RendezvousHost("t", "n", "10.0.0.1", ("10.0.0.1:5",), "2:8", None, True, {"memory": "10.0.0.1:7"})
+    arrival, lineup = JoinRequest(3, card, 1, 2, 1), RoundMembers((card, card), 4, 2)
+    verdict = RoundOutcome(host_failure("b", "was lost", 1), True, "lost", counted=False)
     for said in (arrival, lineup, verdict):
         assert type(said).from_json(said.to_json().encode()) == said
     for text in (b"", b"[]", b"{}", b'{"round": "x"}', b'{"cause": "whim"}'):
-        for kind in (Arrival, Lineup, Verdict):
+        for kind in (JoinRequest, RoundMembers, RoundOutcome):
             with pytest.raises(PeerLost, match="something that is not a launcher of this job"):
                 kind.from_json(text)

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.base.errors import UsageError
-from echelon.launcher.schedulers.kubernetes import Submission, documents, manifest
+from echelon.launcher.schedulers.kubernetes import KubernetesSubmission, documents, manifest
 
 #: Fields of the Job that we use became stable in the first; the second is the newest that the schemas know.
 VERSIONS = ("1.33", "1.37")
-PLAIN = Submission(program=["train.py", "--lr", "0.1"], image="registry.example/t:1", hosts=4, name="train", gpus=8)
-SERVED = Submission(
+PLAIN = KubernetesSubmission(
+    program=["train.py", "--lr", "0.1"], image="registry.example/t:1", hosts=4, name="train", gpus=8
+)
+SERVED = KubernetesSubmission(
     program=["train.py"],
     image="t",
     hosts=3,
@@ -113,7 +115,9 @@ def test_workers_of_a_job_with_servers_are_numbered_over_all_pods(tmp_path):
     """The command of the pod, run as the container would run it, with a program in the place of ``echelon``."""
     text = f"#!{sys.executable}\nimport sys, json\njson.dump(sys.argv[1:], sys.stdout)\n"
     write(tmp_path / "echelon", text).chmod(0o755)
-    asked = Submission(program=["train.py", "$(HOME) $$ '\""], image="t", hosts=3, name="ctr", servers=2, workers=4)
+    asked = KubernetesSubmission(
+        program=["train.py", "$(HOME) $$ '\""], image="t", hosts=3, name="ctr", servers=2, workers=4
+    )
     command = by_kind(asked)["Job", "ctr"]["spec"]["template"]["spec"]["containers"][0]["command"]
     env = {"JOB_COMPLETION_INDEX": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/wrong"}
     words = [expanded(word, env) for word in command]
@@ -124,14 +128,16 @@ def test_workers_of_a_job_with_servers_are_numbered_over_all_pods(tmp_path):
 
 
 def test_an_elastic_job_says_how_few_hosts_do():
-    command = documents(Submission(["t.py"], "i", 4, "t", min_hosts=2))[-1]["spec"]["template"]["spec"]["containers"]
+    command = documents(KubernetesSubmission(["t.py"], "i", 4, "t", min_hosts=2))[-1]["spec"]["template"]["spec"][
+        "containers"
+    ]
     assert command[0]["command"][2:4] == ["--nnodes", "2:4"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=4))
 def test_no_argument_or_value_escapes_its_quotes(words):
-    asked = Submission(["train.py", *words], "i", 2, "t", environment=[f"A={words[0]}"], token_secret="s")
+    asked = KubernetesSubmission(["train.py", *words], "i", 2, "t", environment=[f"A={words[0]}"], token_secret="s")
     text = manifest(asked)
     assert text.isascii()
     service, job = yaml.safe_load_all(text)
@@ -147,7 +153,7 @@ def test_no_argument_or_value_escapes_its_quotes(words):
     "word", ["1e3", "0o7", "on", "~", "1_000", "2026-01-01", "=", "<<", "null", "Yes", "0x1F", ".5"]
 )
 def test_words_that_parsers_might_take_for_something_else_are_quoted(word):
-    lines = [line.strip() for line in manifest(Submission(["t", word], "i", 1, "t")).splitlines()]
+    lines = [line.strip() for line in manifest(KubernetesSubmission(["t", word], "i", 1, "t")).splitlines()]
     assert f'- "{word}"' in lines
 
 
@@ -168,7 +174,7 @@ def test_words_that_parsers_might_take_for_something_else_are_quoted(word):
 )
 def test_mistakes_are_one_line(changed, line):
     with pytest.raises(UsageError) as caught:
-        documents(Submission(**({"program": ["t"], "image": "i", "hosts": 2, "name": "t"} | changed)))
+        documents(KubernetesSubmission(**({"program": ["t"], "image": "i", "hosts": 2, "name": "t"} | changed)))
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 

@@ -30,7 +30,7 @@ from members import members
 
 from echelon.checkpoint import Stored, find
 from echelon.launcher.stall_plugin import process_state
-from echelon.launcher.stopped_processes import Standstill
+from echelon.launcher.stopped_processes import StoppedProcesses
 
 #: A worker that knows its servers, and does nothing but talk to them.
 TALK = """
@@ -183,7 +183,7 @@ def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Pa
 
 
 def test_only_a_process_that_stays_stopped_is_overdue() -> None:
-    watch, sleeper = Standstill(0.3), subprocess.Popen(["sleep", "600"])
+    watch, sleeper = StoppedProcesses(0.3), subprocess.Popen(["sleep", "600"])
     try:
         sleeper.send_signal(signal.SIGSTOP)
         until(lambda: process_state(sleeper.pid) == "T", "the stop")
@@ -196,7 +196,7 @@ def test_only_a_process_that_stays_stopped_is_overdue() -> None:
         until(lambda: process_state(sleeper.pid) == "T", "the second stop")
         assert watch.overdue([sleeper.pid]) == []  # counted from here
         until(lambda: watch.overdue([sleeper.pid]) == [sleeper.pid], "the end of our patience")
-        assert Standstill(0.0).overdue([sleeper.pid]) == []
+        assert StoppedProcesses(0.0).overdue([sleeper.pid]) == []
     finally:
         sleeper.kill()
         sleeper.wait()

@@ -12,11 +12,11 @@ import pytest
 from harness import run
 
 import echelon
-from echelon.base.environment import LOOPBACK, worker_place
+from echelon.base.environment import LOOPBACK, worker_rank_info
 from echelon.base.errors import UsageError
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import ALONE, Role, find_role
-from echelon.launcher.ps_roles import Roles, check_roles
+from echelon.launcher.ps_roles import ParameterServerRoles, check_roles
 
 LIST = "10.0.0.1:6174,10.0.0.2:6174"
 SERVERS = ("10.0.0.1:6174", "10.0.0.2:6174")
@@ -58,9 +58,9 @@ def test_arguments_win_over_the_environment() -> None:
 def test_other_launchers_number_the_workers_too() -> None:
     assert find_role({"RANK": "2", "WORLD_SIZE": "4"}, pservers=LIST).index == 2
     assert find_role({"RANK": "2", "WORLD_SIZE": "4"}, pservers=LIST).workers == 4
-    place = worker_place(5, 8, {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"})
+    place = worker_rank_info(5, 8, {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"})
     assert (place.rank, place.world_size, place.local_rank, place.master_addr) == (5, 8, 1, "h")
-    assert worker_place(5, 8, {}).local_rank == 0
+    assert worker_rank_info(5, 8, {}).local_rank == 0
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
@@ -108,7 +108,7 @@ def test_what_a_host_starts() -> None:
     assert len({endpoint for endpoint in one.endpoints if endpoint.startswith(f"{LOOPBACK}:")}) == 2
     listed = {"pservers": "192.0.2.1:5,127.0.0.1:6", "trainers": 4}
     mine = check_roles(**NONE | listed | {"workers": 2, "trainer_id_from": 2})
-    assert mine == Roles(("192.0.2.1:5", "127.0.0.1:6"), (1,), 2, 4, 2, None)
+    assert mine == ParameterServerRoles(("192.0.2.1:5", "127.0.0.1:6"), (1,), 2, 4, 2, None)
     assert not mine.one_host
     only_servers = check_roles(**NONE | listed | {"workers": 0})
     assert only_servers is not None

@@ -11,12 +11,12 @@ from command import finish, start
 from harness import free_port
 
 from echelon.base.errors import EchelonError
-from echelon.parameter_server.persistence.persistence import Keeper
-from echelon.parameter_server.protocol.channel import Link
+from echelon.parameter_server.persistence.persistence import ShardPersistence
+from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, JobSpec, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
 from echelon.strategy.table_rules import Sgd
 
 IDS = np.arange(-50, 50, dtype=np.int64)
@@ -24,10 +24,10 @@ GRADIENTS = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
 FIRST = 0.5
 
 
-def push(ids: Any, gradients: Any) -> Frame:
+def push(ids: Any, gradients: Any) -> WireMessage:
     head = {"op": "push", "worker": 0, "seq": 0, "weight": 1.0, "version": 0, "tables": {"words": len(ids)}, "lrs": {}}
     more = {"groups": [], "dense": False, "values": False, "commit": True, "kind": "gradient", "has": ["ids", "rows"]}
-    return Frame(head | more, [ids, gradients.ravel()])
+    return WireMessage(head | more, [ids, gradients.ravel()])
 
 
 def save_checkpoint(path: Path, state: Path) -> None:
@@ -37,13 +37,13 @@ def save_checkpoint(path: Path, state: Path) -> None:
     owners = np.array([owner_of(int(bucket), BUCKETS, 2) for bucket in bucket_of(IDS, BUCKETS)])
     for server in range(2):
         directory = state / str(server)
-        shard = Shard(server, 2, keep=lambda made, at=directory: Keeper(made, at, made.job.keeping))
+        shard = ServerShard(server, 2, keep=lambda made, at=directory: ShardPersistence(made, at, made.job.keeping))
         mine = owners == server
         for frame in (
-            Frame({"op": "open", "worker": 0, "job": job.to_json()}),
-            Frame({"op": "begin", "worker": 0}, [np.empty(0, np.float32)]),
+            WireMessage({"op": "open", "worker": 0, "job": job.to_json()}),
+            WireMessage({"op": "begin", "worker": 0}, [np.empty(0, np.float32)]),
             push(IDS[mine], GRADIENTS[mine]),
-            Frame({"op": "save", "worker": 0, "path": str(path), "step": 7}),
+            WireMessage({"op": "save", "worker": 0, "path": str(path), "step": 7}),
         ):
             assert "error" not in (answer := shard.handle(frame)).head, answer.head
         shard.close()
@@ -53,10 +53,10 @@ def test_a_checkpoint_is_served_and_never_changed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "ckpt", tmp_path / "state")
     endpoint = f"127.0.0.1:{free_port()}"
     server = start("serve", "--endpoint", endpoint, "--read-only", "ckpt", cwd=tmp_path)
-    link = Link(endpoint, timeout=60)
+    link = ServerChannel(endpoint, timeout=60)
     asked = np.concatenate([IDS, [2**62]])
     pull = {"op": "pull", "worker": -1, "step": 0, "tables": {"words": len(asked)}, "dense": False, "commit": None}
-    (rows,) = link.call(Frame(pull | {"peek": True}, [asked])).arrays
+    (rows,) = link.call(WireMessage(pull | {"peek": True}, [asked])).arrays
     expected = np.concatenate([np.float32(FIRST) - GRADIENTS, np.full((1, 3), FIRST, np.float32)])
     np.testing.assert_array_equal(rows.reshape(-1, 3), expected)
     with pytest.raises(EchelonError, match=r"server 0 only serves: 'push' is refused; ask hello, pull, stats"):

@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.base.environment import PLAN
 from echelon.plan.draft import Draft
-from echelon.plan.saved_plan import Predicted, SavedPlan, shapes_of
+from echelon.plan.saved_plan import SavedPlan, SavedPrediction, shapes_of
 from echelon.planner.cluster.cluster import Cluster
 
 SCRIPT = """
@@ -60,7 +60,7 @@ def planned(path: Path, **decided: Any) -> SavedPlan:
         draft=Draft(batch=12, **decided),
         units=tuple((str(at),) for at in range(5)),
         model=shapes_of(model()),
-        predicted=Predicted(seconds=0.01, memory=(1e6,) * decided.get("stage", 1)),
+        predicted=SavedPrediction(seconds=0.01, memory=(1e6,) * decided.get("stage", 1)),
         created_by="a test",
     )
     plan.save(path)

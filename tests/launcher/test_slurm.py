@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from echelon.base.environment import expand_hosts, port_for
 from echelon.base.errors import UsageError
-from echelon.launcher.schedulers.slurm import Submission, found_in_step, needs_srun, script
+from echelon.launcher.schedulers.slurm import SlurmSubmission, needs_srun, read_slurm_step, script
 
 SBATCH = """
 import os, re, subprocess, sys
@@ -141,21 +141,21 @@ TASK |= {"SLURM_STEP_NODELIST": "gpu[08-10]-ib"}
 
 def test_a_task_of_srun_finds_its_job_where_nobody_says_otherwise():
     where = f"gpu08-ib:{port_for('7')}"
-    assert found_in_step(NOTHING, TASK) == {"nnodes": 3, "node_rank": 1, "master": where}
-    elastic = found_in_step(NOTHING | {"nnodes": "1:3"}, TASK)
+    assert read_slurm_step(NOTHING, TASK) == {"nnodes": 3, "node_rank": 1, "master": where}
+    elastic = read_slurm_step(NOTHING | {"nnodes": "1:3"}, TASK)
     assert elastic == {"nnodes": "1:3", "node_rank": 1, "master": f"{where},{where.replace('08', '09')}"}
     for by_hand in ({"nnodes": "1"}, {"master": "h:1"}, {"hosts": "a,b"}, {"servers": 1}):
-        assert found_in_step(NOTHING | by_hand, TASK) == {}
+        assert read_slurm_step(NOTHING | by_hand, TASK) == {}
         assert needs_srun(NOTHING | by_hand, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) == 0
-    assert found_in_step(NOTHING, TASK | {"ECHELON_LOG_DIR": "/l"}) == {}  # a rank that starts a job of its own
-    assert found_in_step(NOTHING, {}) == {}
+    assert read_slurm_step(NOTHING, TASK | {"ECHELON_LOG_DIR": "/l"}) == {}  # a rank that starts a job of its own
+    assert read_slurm_step(NOTHING, {}) == {}
     assert needs_srun(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) == 3
     assert needs_srun(NOTHING, TASK) == needs_srun(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}) == 0
 
 
 def test_several_tasks_on_a_node_are_refused():
     with pytest.raises(UsageError, match=r"^srun started 24 tasks on 3 nodes, .* use srun --ntasks-per-node=1$"):
-        found_in_step(NOTHING, TASK | {"SLURM_STEP_NUM_TASKS": "24"})
+        read_slurm_step(NOTHING, TASK | {"SLURM_STEP_NUM_TASKS": "24"})
 
 
 def test_lists_of_hosts_with_suffixes_and_several_brackets():
@@ -177,7 +177,7 @@ PLAIN = dict.fromkeys(["gpus", "cpus", "time", "partition", "account"]) | {
 
 def test_options_become_lines_for_sbatch():
     asked = {"gpus": 8, "time": "8:00:00", "partition": "p", "account": "a", "options": ["qos=high", "exclusive"]}
-    lines = script(Submission(**(PLAIN | asked | {"run": "--nnodes 1:2", "requeue": False}))).splitlines()
+    lines = script(SlurmSubmission(**(PLAIN | asked | {"run": "--nnodes 1:2", "requeue": False}))).splitlines()
     found = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     wanted = [
         "--job-name=t",
@@ -205,8 +205,8 @@ def test_a_script_for_many_nasty_words_is_one_that_bash_takes_and_hands_on_as_th
     found.append(["it's", '"', "$(touch oops)", "`x`", "\n#SBATCH --nodes=9\n", "\\", "ü€", "", "-x", "*"])
     body = []
     for words in found:
-        text = script(Submission(**(PLAIN | {"program": ["t.py", *words]})))
-        assert text.split("set -u")[0] == script(Submission(**PLAIN)).split("set -u")[0]
+        text = script(SlurmSubmission(**(PLAIN | {"program": ["t.py", *words]})))
+        assert text.split("set -u")[0] == script(SlurmSubmission(**PLAIN)).split("set -u")[0]
         command = text[text.index("\nsrun ") : text.index(" &\nstep=")]
         body.append(f'srun() {{ printf \'%s\\0\' "$#" "${{@:$#-{len(words) - 1}}}"; }}\n{command}\n')
     write(tmp_path / "all.sh", "".join(body))
@@ -216,7 +216,7 @@ def test_a_script_for_many_nasty_words_is_one_that_bash_takes_and_hands_on_as_th
         next(parts)
         assert [next(parts) for _ in words] == words
     assert not (tmp_path / "oops").exists()
-    write(tmp_path / "one.sh", script(Submission(**(PLAIN | {"program": ["t.py", *found[-1]]}))))
+    write(tmp_path / "one.sh", script(SlurmSubmission(**(PLAIN | {"program": ["t.py", *found[-1]]}))))
     assert subprocess.run(["bash", "-n", "one.sh"], cwd=tmp_path, check=False).returncode == 0
 
 
@@ -234,7 +234,7 @@ def test_a_script_for_many_nasty_words_is_one_that_bash_takes_and_hands_on_as_th
 )
 def test_mistakes_are_one_line(changed, line):
     with pytest.raises(UsageError) as caught:
-        script(Submission(**(PLAIN | changed)))
+        script(SlurmSubmission(**(PLAIN | changed)))
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 

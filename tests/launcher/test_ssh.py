@@ -11,8 +11,8 @@ from command import finish, here, start, until, write
 from sshd import Hosts
 
 from echelon.base.errors import UsageError
-from echelon.launcher.schedulers.host_list import HostEntry, chosen_hosts
-from echelon.launcher.schedulers.ssh import carried
+from echelon.launcher.schedulers.host_list import HostListEntry, parse_host_list
+from echelon.launcher.schedulers.ssh import collect_forwarded_environment
 
 NASTY = 'it\'s "a" $(touch oops) `x` \\ \n ü €'
 
@@ -138,7 +138,7 @@ def test_a_hostfile_is_read_as_its_users_write_it(tmp_path):
         tmp_path / "hosts",
         "# the cluster\n\ngpu01 slots=8\nme@gpu02:4   # half of it\ngpu03 slots = 2 max_slots=4\ngpu04\n[fe80::1]:2\n",
     )
-    found = chosen_hosts(None, str(path))
+    found = parse_host_list(None, str(path))
     assert [(entry.name, entry.procs) for entry in found] == [
         ("gpu01", 8),
         ("me@gpu02", 4),
@@ -147,8 +147,8 @@ def test_a_hostfile_is_read_as_its_users_write_it(tmp_path):
         ("[fe80::1]", 2),
     ]
     assert [entry.address for entry in found][1::3] == ["gpu02", "fe80::1"]
-    assert chosen_hosts(None, str(write(path, "a\nb\na\na\n"))) == (HostEntry("a", 3), HostEntry("b"))
-    assert chosen_hosts("a:8, b:4", None) == (HostEntry("a", 8), HostEntry("b", 4))
+    assert parse_host_list(None, str(write(path, "a\nb\na\na\n"))) == (HostListEntry("a", 3), HostListEntry("b"))
+    assert parse_host_list("a:8, b:4", None) == (HostListEntry("a", 8), HostListEntry("b", 4))
 
 
 MISTAKES = {
@@ -181,6 +181,11 @@ def test_only_what_belongs_to_the_job_travels():
         "OMP_NUM_THREADS": "2",
         "X": "1",
     }
-    assert carried(env, ["X", "Y=a=b"]) == {"PYTHONPATH": "/p", "OMP_NUM_THREADS": "2", "X": "1", "Y": "a=b"}
+    assert collect_forwarded_environment(env, ["X", "Y=a=b"]) == {
+        "PYTHONPATH": "/p",
+        "OMP_NUM_THREADS": "2",
+        "X": "1",
+        "Y": "a=b",
+    }
     with pytest.raises(UsageError):
-        carried(env, ["=x"])
+        collect_forwarded_environment(env, ["=x"])

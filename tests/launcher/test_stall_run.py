@@ -7,7 +7,7 @@ from command import echelon, finish, start, write
 from harness import free_port
 
 from echelon.launcher.stall_plugin import process_state
-from echelon.observability.runlog import reader
+from echelon.observability.runlog import read
 
 TRAIN = """\
 import os, signal, time, torch, echelon
@@ -56,7 +56,7 @@ def test_a_sleeping_rank_is_shown_with_its_stack_and_a_restart_goes_on(tmp_path)
     assert "echelon: restarting all ranks (restart 1 of 1) because rank 1 stalled: it is in user code since" in end.err
     assert end.code == 0
     assert end.out.splitlines() == ["finished at 8"]
-    stall, restart, *ended = reader(tmp_path / "log").events
+    stall, restart, *ended = read(tmp_path / "log").events
     assert (stall.kind, stall.rank, restart.kind) == ("stall", 1, "restart")
     assert stall.text in end.err
     assert [(event.kind, event.rank) for event in ended] == [("ended", 0), ("ended", None)]

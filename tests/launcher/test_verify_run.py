@@ -11,8 +11,8 @@ import pytest
 from command import echelon, here, write
 
 from echelon.base.errors import UsageError
-from echelon.cli.commands.verify import Asked, check_answer
-from echelon.tools.verify.messages import Question
+from echelon.cli.commands.verify import VerifyOptions, check_answer
+from echelon.tools.verify.verify_request import VerifyRequest
 
 SCRIPT = """
 import sys
@@ -111,8 +111,8 @@ def test_mistakes_are_one_line(words: list[object], says: str, tmp_path: Path) -
 
 
 def test_too_few_steps_are_told(tmp_path: Path) -> None:
-    asked = Asked("train.py", (), False, 5, None, ())
-    question = Question(str(tmp_path), "plan", 5)
+    asked = VerifyOptions("train.py", (), False, 5, None, ())
+    question = VerifyRequest(str(tmp_path), "plan", 5)
     question.note("begun", 1)
     with pytest.raises(UsageError, match=r"ended without engine.step\(\) or update\(\)"):
         check_answer(asked, question, 0, "on 2 processes")

@@ -22,8 +22,8 @@ from echelon import Checkpoint, Log, Strategy
 from echelon.distributed.activity import activity
 from echelon.observability import runlog
 from echelon.observability.metrics.step_clock import PHASES
-from echelon.observability.runlog.reader import RankStep
 from echelon.observability.runlog.run_description import relevant_environment, shown_command
+from echelon.observability.runlog.run_reader import RankStepRecord
 
 STEPS, EVERY = 6, 2
 
@@ -97,7 +97,7 @@ def test_every_rank_writes_down_where_it_is_and_where_its_steps_went(tmp_path: P
     ]
 
 
-def _check_rank(steps: tuple[RankStep, ...], end: dict[str, Any]) -> None:
+def _check_rank(steps: tuple[RankStepRecord, ...], end: dict[str, Any]) -> None:
     assert [one.step for one in steps] == [2, 4, 6]
     assert all(set(one.phases) == set(PHASES) for one in steps)
     waited = sum(EVERY * (one.waited or 0.0) / 1e3 for one in steps)

@@ -21,11 +21,11 @@ from zoo import QUIET
 import echelon
 from echelon import pipeline, stage
 from echelon.base.environment import STALL
-from echelon.distributed.activity import Activity, activity, calling, circle, in_full, in_short, waiting
+from echelon.distributed.activity import Activity, activity, calling, describe_ranks, format_ranks, parse_ranks, waiting
 from echelon.launcher.failure import STALLED, Failure
 from echelon.observability.stall import stragglers as slow
 from echelon.observability.stall.diagnose import find_stall
-from echelon.observability.stall.rank_status import Seen, Status, Wait
+from echelon.observability.stall.rank_status import RankObservation, RankStatus, RankWait
 from echelon.observability.stall.reporter import report
 from echelon.observability.stall.stall_table import table
 from echelon.observability.stall.stragglers import Stragglers
@@ -33,25 +33,27 @@ from echelon.observability.stall.stragglers import Stragglers
 LIMIT = 60.0
 
 
-def status(rank: int, wait: Wait | None = None, **given: Any) -> Status:
+def status(rank: int, wait: RankWait | None = None, **given: Any) -> RankStatus:
     counts = {wait.key: wait.number} if wait else {}
     facts: dict[str, Any] = {
         "host": "ab"[rank % 2], "pid": 4711 + rank, "beat": 1, "step": 8, "phase": "communicate", "seconds": 63.0,
         "call": "step", "wait": wait, "counts": counts, "cpu": 0.0, "io": 0, "busy": {}, "steps": 8, "alike": "",
     }  # fmt: skip
-    return Status(rank, **facts | given)
+    return RankStatus(rank, **facts | given)
 
 
-def waits(rank: int, call: str, what: str = "", *, ranks: str = "0-2", number: int = 5, **given: Any) -> Seen:
-    return Seen(rank, status(rank, Wait(call, what, ranks, number, given.pop("for_s", 63.0)), **given))
+def waits(
+    rank: int, call: str, what: str = "", *, ranks: str = "0-2", number: int = 5, **given: Any
+) -> RankObservation:
+    return RankObservation(rank, status(rank, RankWait(call, what, ranks, number, given.pop("for_s", 63.0)), **given))
 
 
-def seen(*ranks: Seen) -> dict[int, Seen]:
+def seen(*ranks: RankObservation) -> dict[int, RankObservation]:
     return {one.rank: one for one in ranks}
 
 
 def test_a_rank_in_its_own_code_is_late_and_those_that_wait_for_it_are_not() -> None:
-    late = Seen(2, status(2, phase="user code", call="", step=7))
+    late = RankObservation(2, status(2, phase="user code", call="", step=7))
     ranks = seen(waits(0, "sum of gradients", "bucket 3 (a .. b)"), waits(1, "sum of gradients", "bucket 3"), late)
     finding = find_stall(ranks, LIMIT)
     assert finding is not None
@@ -77,7 +79,7 @@ def test_of_a_chain_of_waits_its_end_is_late() -> None:
     ranks = seen(
         waits(0, "receive gradients", ranks="1"),
         waits(1, "receive gradients", ranks="2", for_s=61.0),
-        Seen(2, status(2, phase="backward"), works=True),
+        RankObservation(2, status(2, phase="backward"), works=True),
     )
     finding = find_stall(ranks, LIMIT)
     assert finding is not None
@@ -94,7 +96,7 @@ def test_of_a_chain_of_waits_its_end_is_late() -> None:
     ],
 )
 def test_a_silent_rank_is_late_whatever_it_said_last(given: dict[str, Any], why: str) -> None:
-    still = Seen(1, waits(1, "sum of gradients", ranks="0,1").status, 63.0, **given)
+    still = RankObservation(1, waits(1, "sum of gradients", ranks="0,1").status, 63.0, **given)
     finding = find_stall(seen(waits(0, "sum of gradients", ranks="0,1"), still), LIMIT)
     assert finding is not None
     assert finding.late == (1,)
@@ -102,7 +104,9 @@ def test_a_silent_rank_is_late_whatever_it_said_last(given: dict[str, Any], why:
 
 
 def test_ranks_that_have_ended_or_never_came_are_late() -> None:
-    finding = find_stall(seen(waits(0, "barrier()"), Seen(1, status(1, left=True)), Seen(2)), LIMIT)
+    finding = find_stall(
+        seen(waits(0, "barrier()"), RankObservation(1, status(1, left=True)), RankObservation(2)), LIMIT
+    )
     assert finding is not None
     assert finding.late == (1, 2)
     assert finding.cause.splitlines() == [
@@ -112,8 +116,8 @@ def test_ranks_that_have_ended_or_never_came_are_late() -> None:
 
 
 def test_calls_that_can_never_meet_are_told_before_the_limit() -> None:
-    one = Seen(0, status(0, Wait("agreement", "", "0,1", 2, 6.0), call="save"))
-    other = Seen(1, status(1, Wait("loss and samples", "", "0,1", 9, 6.0)))
+    one = RankObservation(0, status(0, RankWait("agreement", "", "0,1", 2, 6.0), call="save"))
+    other = RankObservation(1, status(1, RankWait("loss and samples", "", "0,1", 9, 6.0)))
     finding = find_stall(seen(one, other), LIMIT)
     assert finding is not None
     assert finding.late == (0, 1)
@@ -121,15 +125,15 @@ def test_calls_that_can_never_meet_are_told_before_the_limit() -> None:
         "ranks 0 and 1 are in different calls: rank 0 in save() (agreement), rank 1 in step 8 (loss and samples); "
         "every rank must make the same calls in the same order"
     )
-    early = Seen(1, status(1, Wait("loss and samples", "", "0,1", 9, 4.0)))
+    early = RankObservation(1, status(1, RankWait("loss and samples", "", "0,1", 9, 4.0)))
     assert find_stall(seen(one, early), LIMIT) is None
 
 
 def test_who_has_passed_a_call_is_not_waited_for_there() -> None:
     """Rank 1 is further on: its part of what rank 0 waits in has been sent, and both wait for rank 2."""
-    ahead = status(1, Wait("sum of gradients", "", "0-2", 4, 62.0))
-    ahead = Status(**{**ahead.__dict__, "counts": {"sum of gradients|0-2": 4, "loss and samples|0-2": 5}})
-    ranks = seen(waits(0, "loss and samples"), Seen(1, ahead), Seen(2, status(2, phase="data")))
+    ahead = status(1, RankWait("sum of gradients", "", "0-2", 4, 62.0))
+    ahead = RankStatus(**{**ahead.__dict__, "counts": {"sum of gradients|0-2": 4, "loss and samples|0-2": 5}})
+    ranks = seen(waits(0, "loss and samples"), RankObservation(1, ahead), RankObservation(2, status(2, phase="data")))
     finding = find_stall(ranks, LIMIT)
     assert finding is not None
     assert finding.late == (2,)
@@ -143,7 +147,7 @@ def test_where_all_have_come_nobody_is_blamed() -> None:
 
 
 def test_two_that_wait_for_messages_of_one_another_are_told_at_the_limit() -> None:
-    def ring(seconds: float) -> dict[int, Seen]:
+    def ring(seconds: float) -> dict[int, RankObservation]:
         return seen(
             waits(0, "receive gradients", ranks="1", for_s=seconds),
             waits(1, "receive activations", ranks="0", for_s=seconds),
@@ -156,21 +160,21 @@ def test_two_that_wait_for_messages_of_one_another_are_told_at_the_limit() -> No
 
 
 def test_reports_come_back_as_they_were_and_nothing_else_is_taken_for_one() -> None:
-    given = status(0, Wait("save", "step 8", "all", 3, 1.0))
-    assert Status.from_json(given.to_json()) == given
+    given = status(0, RankWait("save", "step 8", "all", 3, 1.0))
+    assert RankStatus.from_json(given.to_json()) == given
     for wrong in ("", "[]", "{}", given.to_json().replace('"host": "a"', '"host": "\\u001b[2J"'), '{"rank": 0}'):
         with pytest.raises(ValueError, match="not the report of a rank"):
-            Status.from_json(wrong)
+            RankStatus.from_json(wrong)
 
 
 @pytest.mark.parametrize(
     ("ranks", "short"), [([0], "0"), ([3, 1], "1,3"), ([0, 1, 2], "0-2"), ([1, 3, 5], "1-5:2"), ([0, 1, 3], "0,1,3")]
 )
 def test_ranks_in_short(ranks: list[int], short: str) -> None:
-    assert in_short(ranks) == short
-    assert in_full(short, 8) == tuple(sorted(ranks))
-    assert circle(None) == "all"
-    assert in_full("all", 3) == (0, 1, 2)
+    assert format_ranks(ranks) == short
+    assert parse_ranks(short, 8) == tuple(sorted(ranks))
+    assert describe_ranks(None) == "all"
+    assert parse_ranks("all", 3) == (0, 1, 2)
 
 
 def test_waits_are_counted_by_call_and_ranks_and_an_inner_one_is_part_of_the_outer() -> None:

@@ -21,11 +21,11 @@ from trace_rules import check_trace
 
 import echelon
 from echelon.observability.trace import summarize, trace_files
-from echelon.observability.trace.clock_sync import OneClock, measure
+from echelon.observability.trace.clock_sync import ClockMapping, measure
 from echelon.observability.trace.merge import merge
 from echelon.observability.trace.perfetto import trace_of
 from echelon.observability.trace.span import HOST, NETWORK, Span
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 
@@ -109,11 +109,11 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def read(directory: Path) -> list[RankFile]:
+def read(directory: Path) -> list[RankTrace]:
     return trace_files.read(directory / "timeline")
 
 
-def phases(ranked: RankFile) -> dict[int, list[Span]]:
+def phases(ranked: RankTrace) -> dict[int, list[Span]]:
     found: defaultdict[int, list[Span]] = defaultdict(list)
     for span in ranked.spans:
         if "phase" in span.more:
@@ -143,7 +143,7 @@ def measured(rate: float) -> tuple[tuple[float, float], float]:
     before = measure(world.control, clock)
     time.sleep(0.3)
     after = measure(world.control, clock)
-    both = OneClock(before, after)
+    both = ClockMapping(before, after)
     dist.barrier()
     return (before.seconds, before.error), both.drift
 

@@ -21,25 +21,25 @@ from echelon.distributed.activity import activity
 from echelon.observability.metrics import Log
 from echelon.observability.trace import summarize, trace_files
 from echelon.observability.trace.device_trace import device_spans, events_of
-from echelon.observability.trace.flops import Seen, counted
+from echelon.observability.trace.flops import ModelCallHook, count_flops
 from echelon.observability.trace.intervals import length, union, within, without
 from echelon.observability.trace.merge import on_one_clock
 from echelon.observability.trace.partial_file import now_line, read_part, spans_line
 from echelon.observability.trace.span import DEVICE, HOST, Span
-from echelon.observability.trace.span_recorder import Recorder
+from echelon.observability.trace.span_recorder import TraceRecorder
 from echelon.observability.trace.summary import summarize as figures_of
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 from echelon.observability.trace.trace_report import timeline_words
-from echelon.observability.trace.truncated import cut_short
-from echelon.strategy.recorded_steps import Steps, parse_steps
+from echelon.observability.trace.truncated import find_truncation
+from echelon.strategy.recorded_steps import RecordedSteps, parse_steps
 
 # ---- steps in words ----
 
 
 def test_steps_are_named_by_number_or_come_after_the_warm_up() -> None:
-    assert parse_steps("5:10", "--timeline", 0) == Steps(5, 10)
-    assert parse_steps("7", "--timeline", 3) == Steps(7, 7)
-    assert parse_steps("auto", "--timeline", 100) == Steps(111, 115)
+    assert parse_steps("5:10", "--timeline", 0) == RecordedSteps(5, 10)
+    assert parse_steps("7", "--timeline", 3) == RecordedSteps(7, 7)
+    assert parse_steps("auto", "--timeline", 100) == RecordedSteps(111, 115)
 
 
 @pytest.mark.parametrize("text", ["x", "5:", ":5", "0:3", "6:5", "1:2:3", "-1", ""])
@@ -101,7 +101,7 @@ def step_of(begin: float, number: int, *more: Span) -> list[Span]:
 
 
 def row(spans: list[Span], **about: Any) -> dict[str, Any]:
-    figures: dict[str, Any] = figures_of([RankFile(0, {"ranks": 2, **about}, spans)])["ranks"][0]
+    figures: dict[str, Any] = figures_of([RankTrace(0, {"ranks": 2, **about}, spans)])["ranks"][0]
     return {name.removesuffix("_ms"): round(value / 1e3, 6) for name, value in figures.items() if name != "rank"}
 
 
@@ -136,7 +136,7 @@ def test_on_a_gpu_kernels_count_and_the_host_only_while_there_is_none() -> None:
         kernel("adam", 9.0, 11.0, 1, "update"),  # runs on while the host is a step further
         kernel("gemm", 11.0, 19.0, 2, "forward"),
     ]
-    figures = figures_of([RankFile(0, {"ranks": 2}, spans)])["ranks"][0]
+    figures = figures_of([RankTrace(0, {"ranks": 2}, spans)])["ranks"][0]
     assert figures["step_ms"] == pytest.approx(1e3 * 19 / 2), "from the last kernel of a step to that of the next"
     assert figures["compute_ms"] == pytest.approx(1e3 * (4 + 8) / 2)
     assert figures["update_ms"] == pytest.approx(1e3 * 2 / 2)
@@ -146,37 +146,37 @@ def test_on_a_gpu_kernels_count_and_the_host_only_while_there_is_none() -> None:
 
 def test_mfu_is_arithmetic_over_what_the_devices_promise() -> None:
     ranks = [
-        RankFile(rank, {"ranks": 2, "peak": 1e12, "host": "a", "device_index": rank}, step_of(0.0, 1))
+        RankTrace(rank, {"ranks": 2, "peak": 1e12, "host": "a", "device_index": rank}, step_of(0.0, 1))
         for rank in (0, 1)
     ]
     assert figures_of(ranks, flops=9e12)["mfu"] == pytest.approx(0.5)
-    shared = [RankFile(r.rank, {**r.about, "device_index": 0}, r.spans) for r in ranks]
+    shared = [RankTrace(r.rank, {**r.about, "device_index": 0}, r.spans) for r in ranks]
     assert figures_of(shared, flops=4.5e12)["mfu"] == pytest.approx(0.5), "two ranks on one device"
     assert figures_of(ranks)["mfu"] is None
-    told = [RankFile(r.rank, {**r.about, "flops": 4.5e12}, r.spans) for r in ranks]
+    told = [RankTrace(r.rank, {**r.about, "flops": 4.5e12}, r.spans) for r in ranks]
     assert figures_of(told)["mfu"] == pytest.approx(0.5)
 
 
 def test_workers_that_never_met_have_the_time_of_day_in_common() -> None:
     span = host("forward", 5.0, 6.0)
-    first = RankFile(0, {"host": "a", "wall": 100.0, "clock_error": None}, [span])
-    other = RankFile(1, {"host": "b", "wall": 130.0, "clock_error": None}, [span])
-    same = RankFile(2, {"host": "a", "wall": 100.5, "clock_error": None}, [span])
+    first = RankTrace(0, {"host": "a", "wall": 100.0, "clock_error": None}, [span])
+    other = RankTrace(1, {"host": "b", "wall": 130.0, "clock_error": None}, [span])
+    same = RankTrace(2, {"host": "a", "wall": 100.5, "clock_error": None}, [span])
     assert [ranked.spans[0].begin for ranked in on_one_clock([first, other, same])] == [5.0, 35.0, 5.0]
 
 
 def test_arithmetic_is_counted_without_a_trace_in_the_training() -> None:
     model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Linear(24, 4, bias=False))
-    recorder = Recorder(1)
-    Seen(model, recorder)
+    recorder = TraceRecorder(1)
+    ModelCallHook(model, recorder)
     model(torch.randn(8, 16))
     model(torch.randn(2, 16))  # only the first is counted
     assert recorder.arguments is not None
     random, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
-    assert counted(model, recorder.arguments, None, torch.device("cpu")) == 3 * 2 * 8 * (16 * 24 + 24 * 4)
+    assert count_flops(model, recorder.arguments, None, torch.device("cpu")) == 3 * 2 * 8 * (16 * 24 + 24 * 4)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert counted(model, ((), {}), None, torch.device("cpu")) is None
+    assert count_flops(model, ((), {}), None, torch.device("cpu")) is None
     assert not model._forward_pre_hooks
 
 
@@ -194,7 +194,7 @@ def test_a_recorded_step_tells_what_the_model_is_called_with_and_needs_no_hook()
         (lambda: engine.step(input=x, y=y), ((), {"input": x})),
     ):
         step()
-        activity.recorder = recorder = Recorder(2)
+        activity.recorder = recorder = TraceRecorder(2)
         try:
             step()
         finally:
@@ -247,10 +247,10 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
 PHASES = step_of(0.0, 1)
 
 
-def part(rank: int, *lines: str, **about: Any) -> RankFile:
+def part(rank: int, *lines: str, **about: Any) -> RankTrace:
     """A rank of two that began at second 0 of the run's clock, 100 s behind its own."""
     told = {"rank": rank, "ranks": 2, "clock_offset": 100.0, "asked": [1, 9], "began": 1000.0, **about}
-    return RankFile(rank, told, *read_part(told, map(json.loads, lines)))
+    return RankTrace(rank, told, *read_part(told, map(json.loads, lines)))
 
 
 def under_way(at: float, *doing: Span, **said: Any) -> str:
@@ -280,10 +280,10 @@ def test_a_part_is_read_back_on_the_clock_of_all_and_what_was_under_way_is_marke
 )
 def test_who_stopped_first_is_told_where_it_is_sure(ends: list[dict[str, Any]], first: int | None) -> None:
     ranks = [part(rank, spans_line(PHASES), under_way(9.5, **end)) for rank, end in enumerate(ends)]
-    cut = cut_short(ranks)
+    cut = find_truncation(ranks)
     assert cut is not None
     assert cut["first"] == first
-    silent = cut_short([part(0, spans_line(PHASES), under_way(20.0)), part(1, spans_line(PHASES))])
+    silent = find_truncation([part(0, spans_line(PHASES), under_way(20.0)), part(1, spans_line(PHASES))])
     assert silent is not None
     assert silent["first"] == 1, "eleven seconds before the other"
     assert [row["silent_ms"] for row in silent["ranks"]] == [0.0, 11e3]
@@ -293,7 +293,7 @@ def test_who_stopped_first_is_told_where_it_is_sure(ends: list[dict[str, Any]], 
 def test_a_later_process_of_the_same_number_is_not_taken_for_the_rank(ago: float, running: bool) -> None:
     found = part(0, spans_line(PHASES))
     about = {**found.about, "host": platform.node(), "pid": os.getpid(), "began": time.time() - ago}
-    cut = cut_short([replace(found, about=about)])
+    cut = find_truncation([replace(found, about=about)])
     assert cut is not None
     assert cut["running"] is running
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.parallel.pipeline.split_backward import WeightStore, deferring
+from echelon.parallel.pipeline.split_backward import WeightGradStore, defer_weight_grads
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(8, 16), (5, 8)),
@@ -34,8 +34,8 @@ def test_a_layer_in_two_parts(name: str) -> None:
     gradient = torch.sin(3 * output.detach())
     wanted = torch.autograd.grad(output, [x, *layer.parameters()], gradient)
 
-    store = WeightStore()
-    with deferring(store):
+    store = WeightGradStore()
+    with defer_weight_grads(store):
         output = layer(x)
         output.backward(gradient)
     assert len(store) == 1
@@ -124,10 +124,10 @@ def run_whole(model: nn.Module, ids: Tensor, amp: bool, seed: int) -> None:
 
 def run_in_parts(model: nn.Module, ids: Tensor, amp: bool, seed: int) -> int:
     torch.manual_seed(seed)
-    store = WeightStore()
-    with deferring(store), torch.autocast("cpu", torch.bfloat16, enabled=amp):
+    store = WeightGradStore()
+    with defer_weight_grads(store), torch.autocast("cpu", torch.bfloat16, enabled=amp):
         loss = model(ids)
-    with deferring(store):
+    with defer_weight_grads(store):
         torch.autograd.backward([loss])
     deferred = len(store)
     store.run()
@@ -136,8 +136,8 @@ def run_in_parts(model: nn.Module, ids: Tensor, amp: bool, seed: int) -> int:
 
 def test_a_layer_without_part_in_the_loss_gets_no_gradient() -> None:
     used, unused = nn.Linear(4, 4), nn.Linear(4, 4)
-    store, x = WeightStore(), torch.randn(2, 4)
-    with deferring(store):
+    store, x = WeightGradStore(), torch.randn(2, 4)
+    with defer_weight_grads(store):
         unused(x)
         used(x).sum().backward()
     store.run()
@@ -148,8 +148,8 @@ def test_a_layer_without_part_in_the_loss_gets_no_gradient() -> None:
 def test_layers_that_cannot_be_taken_apart_are_left_whole() -> None:
     sparse: Any = nn.Embedding(9, 4, sparse=True)
     odd = nn.Conv1d(4, 4, 2, padding="same")
-    store = WeightStore()
-    with deferring(store), pytest.warns(UserWarning, match="copy"):
+    store = WeightGradStore()
+    with defer_weight_grads(store), pytest.warns(UserWarning, match="copy"):
         (odd(sparse(torch.tensor([[1, 2, 3]])).transpose(1, 2)).sum()).backward()
     assert len(store) == 0
     assert sparse.weight.grad.is_sparse
@@ -157,8 +157,8 @@ def test_layers_that_cannot_be_taken_apart_are_left_whole() -> None:
 
 
 def test_a_backward_outside_is_refused() -> None:
-    store, layer = WeightStore(), nn.Linear(4, 4)
-    with deferring(store):
+    store, layer = WeightGradStore(), nn.Linear(4, 4)
+    with defer_weight_grads(store):
         loss = layer(torch.randn(2, 4)).sum()
     with pytest.raises(AssertionError, match="under deferring"):
         loss.backward()

@@ -170,7 +170,7 @@ def state_of(engine: Any) -> dict[str, Tensor]:
     (optimizer,) = engine.optimizers.values()
     found = {}
     for entry in optimizer.entries:
-        found[f"{entry.name}.exact"] = formats.rejoined(entry.parameter.detach(), entry.kept["remainder"]).flatten()
+        found[f"{entry.name}.exact"] = formats.join_fp32(entry.parameter.detach(), entry.kept["remainder"]).flatten()
         if entry.kept["step"]:
             found |= {f"{entry.name}.{name}": entry.kept[name].float().flatten() for name in ("first", "second")}
     return found
@@ -259,24 +259,26 @@ def test_a_weight_comes_back_from_bf16_and_remainder() -> None:
     edges = torch.tensor([0, 0x8000, 0x7FFF, 0x7F7FFFFF, 0x7F800000, 0x3F808000, 0x3F818000, -(2**31)]).int()
     exact = torch.cat([bits, edges, edges | -(2**31)]).view(torch.float32)
     exact = exact[~exact.isnan()]
-    weight, remainder = formats.rounded(exact)
-    assert torch.equal(formats.rejoined(weight, remainder).view(torch.int32), exact.view(torch.int32))
+    weight, remainder = formats.split_fp32(exact)
+    assert torch.equal(formats.join_fp32(weight, remainder).view(torch.int32), exact.view(torch.int32))
     differs = weight != exact.bfloat16()
     assert (exact[differs].view(torch.int32) & 0xFFFF == 0x8000).all()  # torch takes halves to the even one
 
 
 def test_what_is_not_a_number_is_seen_as_such() -> None:
-    weight, _ = formats.rounded(torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32))
+    weight, _ = formats.split_fp32(torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32))
     assert weight.isnan().all()
 
 
 def test_moments_decay_as_they_should_although_each_step_is_smaller_than_a_code() -> None:
     g = torch.Generator().manual_seed(0)
     count, steps, betas = 2560, 400, (0.97, 0.999)
-    rule = formats.Rule(betas, (1 - betas[0], 1 - betas[1]), eps=1e-8, shrink=1.0, decay=0.0, stride=0.0, inverse=1.0)
+    rule = formats.AdamStepScalars(
+        betas, (1 - betas[0], 1 - betas[1]), eps=1e-8, shrink=1.0, decay=0.0, stride=0.0, inverse=1.0
+    )
     blocks = torch.zeros(count // 256)
     codes = [torch.zeros(count, dtype=dtype) for dtype in (torch.int16, torch.int8, torch.uint8)]
-    state = formats.State(*codes, blocks, blocks.clone())
+    state = formats.LowMemoryState(*codes, blocks, blocks.clone())
     weight = torch.zeros(count, dtype=torch.bfloat16)
     grad = torch.randn(count, generator=g)
     formats.update(weight, grad, state, rule, seed=1)
@@ -368,14 +370,14 @@ def test_the_kernel_has_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
 
     count, betas = 70_001, (0.9, 0.999)
     g = torch.Generator().manual_seed(0)
-    weight, remainder = formats.rounded(torch.randn(count, generator=g))
+    weight, remainder = formats.split_fp32(torch.randn(count, generator=g))
     blocks = torch.zeros(-(-count // 256))
     codes = (torch.zeros(count, dtype=kind) for kind in (torch.int8, torch.uint8))
-    here = formats.State(remainder, *codes, blocks, blocks.clone())  # type: ignore[call-arg]
-    there, moved = formats.State(*(kept.cuda() for kept in here.tensors())), weight.cuda()
+    here = formats.LowMemoryState(remainder, *codes, blocks, blocks.clone())  # type: ignore[call-arg]
+    there, moved = formats.LowMemoryState(*(kept.cuda() for kept in here.tensors())), weight.cuda()
     for step in range(1, 6):
         grad = (torch.randn(count, generator=g) * torch.rand(count, generator=g) ** 4).to(dtype)
-        rule = formats.Rule(betas, (1 - betas[0], 1 - betas[1]), 1e-8, 0.999, 0.01, 0.003, 2.0)
+        rule = formats.AdamStepScalars(betas, (1 - betas[0], 1 - betas[1]), 1e-8, 0.999, 0.01, 0.003, 2.0)
         formats.update(weight, grad, here, rule, formats.seed_of(5, step))
         kernel.update(moved, grad.cuda(), there, rule, formats.seed_of(5, step))
     for mine, theirs in zip((weight, *here.tensors()), (moved, *there.tensors()), strict=True):

@@ -329,7 +329,7 @@ def idle_and_noise() -> tuple[Tensor, Tensor, float]:
     layer, x = built(case)
     split_moe(layer, SplitAxis(world, rank, 2, spread=True))
     mine = x if rank == 0 else tokens_for(5).requires_grad_()
-    with batch_norm.idle(rank == 1):
+    with batch_norm.stand_in_batch(rank == 1):
         got = layer(mine)
     found = gradients(layer, mine, (loss_of(got) + layer.auxiliary_loss) * (rank == 0))
     if rank == 0:

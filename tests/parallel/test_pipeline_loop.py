@@ -12,9 +12,9 @@ from harness import Raised, errors, run, run_raw
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
-from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
-from echelon.parallel.pipeline.split_backward import WeightStore, deferring
-from echelon.parallel.pipeline.transport import Links
+from echelon.parallel.pipeline.schedule_loop import StageTransfer, run_schedule
+from echelon.parallel.pipeline.split_backward import WeightGradStore, defer_weight_grads
+from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.schedule import forward_only, make_schedule
 from echelon.strategy.annotations.marks import ScheduleName
 
@@ -24,10 +24,11 @@ ROWS = [[3, 3, 3, 3, 3], [2, 2, 2, 1, 1], [3, 3, 3, 3, 3], [1, 2, 3, 4, 5]]  # o
 
 # What stage s makes is called "s.name". Everything skips somewhere; "0.skip" has two targets, both in its own dtype.
 TRANSFERS = [
-    Transfer("0.hidden", 0, 1), Transfer("1.hidden", 1, 2), Transfer("2.hidden", 2, 3),
-    Transfer("0.skip", 0, 2), Transfer("0.skip", 0, 3), Transfer("0.ids", 0, 3), Transfer("0.mask", 0, 2),
-    Transfer("0.mask", 0, 3), Transfer("0.scale", 0, 1), Transfer("0.empty", 0, 1), Transfer("1.unused", 1, 2),
-    Transfer("1.images", 1, 3), Transfer("0.nothing", 0, 1), Transfer("1.sometimes", 1, 2),
+    StageTransfer("0.hidden", 0, 1), StageTransfer("1.hidden", 1, 2), StageTransfer("2.hidden", 2, 3),
+    StageTransfer("0.skip", 0, 2), StageTransfer("0.skip", 0, 3), StageTransfer("0.ids", 0, 3),
+    StageTransfer("0.mask", 0, 2), StageTransfer("0.mask", 0, 3), StageTransfer("0.scale", 0, 1),
+    StageTransfer("0.empty", 0, 1), StageTransfer("1.unused", 1, 2),
+    StageTransfer("1.images", 1, 3), StageTransfer("0.nothing", 0, 1), StageTransfer("1.sometimes", 1, 2),
 ]  # fmt: skip
 
 
@@ -77,12 +78,12 @@ class ToyRunner:
         self.model, self.batch = model, batch
         self.losses: dict[int, float] = {}
         self._made: dict[tuple[int, int], tuple[Mapping[str, Tensor], dict[str, Tensor | None]]] = {}
-        self._stores: dict[tuple[int, int], WeightStore] = {}
+        self._stores: dict[tuple[int, int], WeightGradStore] = {}
 
     def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
         assert all(tensor.is_leaf for tensor in received.values())
-        store = self._stores[stage, micro] = WeightStore()
-        with deferring(store):
+        store = self._stores[stage, micro] = WeightGradStore()
+        with defer_weight_grads(store):
             made = self.model.run(stage, micro, self.batch[micro], received)
         self._made[stage, micro] = received, made
         if stage == LAST:
@@ -101,7 +102,7 @@ class ToyRunner:
         received, made = self._made.pop((stage, micro))
         roots = [(made[key], gradient) for key, gradient in gradients.items() if gradient is not None]
         roots += [(made["loss"], None)] if stage == LAST else []
-        with deferring(store):
+        with defer_weight_grads(store):
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])  # type: ignore[arg-type]
         if part == "B":
             store.run()
@@ -136,11 +137,11 @@ def on_one_process() -> Outcome:
     return found
 
 
-def make_links(**options: Any) -> Links:
+def make_links(**options: Any) -> PipelineLinks:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     ordered = options.pop("ordered", False)
-    links = Links(dist.group.WORLD, list(range(dist.get_world_size())), torch.device("cpu"), "gloo", **options)
+    links = PipelineLinks(dist.group.WORLD, list(range(dist.get_world_size())), torch.device("cpu"), "gloo", **options)
     links.ordered = ordered
     return links
 
@@ -150,7 +151,7 @@ def pipelined(name: ScheduleName, **options: Any) -> Outcome:
     return train(name, len(links.ranks), links)
 
 
-def train(name: ScheduleName, ranks: int, links: Links) -> Outcome:
+def train(name: ScheduleName, ranks: int, links: PipelineLinks) -> Outcome:
     model, found = Stages(), []
     for step in batches():
         runner = ToyRunner(model, step)
@@ -212,7 +213,7 @@ def test_a_header_with_every_message_gives_the_same(ordered: bool, reference: Ou
 
 
 def test_a_pipeline_on_one_rank_needs_no_sockets(reference: Outcome) -> None:
-    assert_same(train("interleaved", 1, Links(None, [0], torch.device("cpu"), "gloo")), reference)
+    assert_same(train("interleaved", 1, PipelineLinks(None, [0], torch.device("cpu"), "gloo")), reference)
 
 
 # ---- evaluation
@@ -256,7 +257,7 @@ class ManyKeys:
 
 
 def many_keys() -> tuple[dict[str, list[float]], Mapping[str, Tensor | None]]:
-    runner, transfers = ManyKeys(), [Transfer(f"key {number}", 0, 1) for number in range(300)]
+    runner, transfers = ManyKeys(), [StageTransfer(f"key {number}", 0, 1) for number in range(300)]
     run_schedule(make_schedule("1f1b", 2, 2, 2), runner, transfers, make_links(), "any")
     return runner.seen, runner.gradients
 
@@ -301,7 +302,11 @@ def test_an_error_of_ours_names_them_in_its_line() -> None:
     runner = Failing(Stages(), batches()[0], UsageError("no good"))
     with pytest.raises(UsageError) as caught:
         run_schedule(
-            make_schedule("interleaved", 4, 1, 5), runner, TRANSFERS, Links(None, [7], torch.device("cpu"), "gloo"), 3
+            make_schedule("interleaved", 4, 1, 5),
+            runner,
+            TRANSFERS,
+            PipelineLinks(None, [7], torch.device("cpu"), "gloo"),
+            3,
         )
     assert str(caught.value) == "rank 7, stage 2, micro-batch 1: no good"
 

@@ -29,7 +29,7 @@ from echelon.distributed.tensor_layout import Layout
 from echelon.parallel.activation_checkpoint import apply_recompute
 from echelon.parallel.data.sync_batch_norm import synchronize
 from echelon.parallel.zero import Shards
-from echelon.parallel.zero.rows import cut_all
+from echelon.parallel.zero.row_partition import cut_all
 from echelon.parallel.zero.wrap_policy import find_units
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.segments import find_segments

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.base.errors import UsageError
 from echelon.parallel.activation_checkpoint import apply_recompute
-from echelon.parallel.tensor import Applied, SplitAxis, Spread, apply_split, whole, why_not
+from echelon.parallel.tensor import AppliedSplit, ShardedActivation, SplitAxis, apply_split, whole, why_not
 from echelon.strategy.annotations.marks import Split
 
 S = Split
@@ -100,7 +100,7 @@ def backward(outputs: list[Tensor], seeds: list[Tensor]) -> None:
     sum((o.float() * s).sum() for o, s in zip(outputs, seeds, strict=True) if o.requires_grad).backward()
 
 
-def compare_gradients(ours: nn.Module, reference: nn.Module, applied: Applied, mode: str, close: Any) -> None:
+def compare_gradients(ours: nn.Module, reference: nn.Module, applied: AppliedSplit, mode: str, close: Any) -> None:
     expected = dict(reference.named_parameters())
     for name, p in ours.named_parameters():
         want = expected[name].grad
@@ -456,7 +456,7 @@ def counted(model: nn.Module, marks: Mapping[str, Split], *inputs: Any, spread: 
     with Collectives() as forward:
         out = model(*inputs)
     out = out[0] if isinstance(out, tuple) else out
-    local = out.local if isinstance(out, Spread) else out
+    local = out.local if isinstance(out, ShardedActivation) else out
     with Collectives() as backward:
         local.square().sum().backward()
     return dict(forward.count), dict(backward.count)
@@ -478,7 +478,7 @@ def traffic() -> dict[str, Any]:
     cut = encoder_layer()  # what a block before it hands on
     apply_split(cut, {"": S(sequence=True)}, axis_of(echelon.init()))
     parts = cut(x)
-    assert isinstance(parts, Spread)
+    assert isinstance(parts, ShardedActivation)
     parts = parts.like(parts.local.detach().requires_grad_())
     return {
         "pair": counted(mlp(), {"": S()}, X2().requires_grad_()),
@@ -737,7 +737,9 @@ def test_parts_keep_their_place_through_changes_of_shape(chosen: list[int], alon
     full = randn(sum(rows) if rows else 5, 4, 6, 4)
     sizes = SplitAxis(None, 0, 2).sizes(full.shape[along], (1.0, 1.0) if along == 1 else (2.0, 1.0))
     axes = [SplitAxis(None, rank, 2, rows is not None) for rank in (0, 1)]
-    parts: list[Any] = [Spread(x, along, sizes, a, rows) for a, x in zip(axes, full.split(sizes, along), strict=True)]
+    parts: list[Any] = [
+        ShardedActivation(x, along, sizes, a, rows) for a, x in zip(axes, full.split(sizes, along), strict=True)
+    ]
     batches = list(full.split(rows)) if rows else [full]
     for operation in (OPERATIONS[i] for i in chosen):
         try:
@@ -755,10 +757,10 @@ def test_parts_keep_their_place_through_changes_of_shape(chosen: list[int], alon
         torch.testing.assert_close(joined, torch.cat(batches) if rows else batches[0])
 
 
-def _stays(operation: Callable[[Any], Any], part: Spread) -> bool:
+def _stays(operation: Callable[[Any], Any], part: ShardedActivation) -> bool:
     """Whether nothing has to be gathered for it."""
     probe = part.like(part.local)
     try:
-        return isinstance(operation(probe), Spread) and not probe.has_whole
+        return isinstance(operation(probe), ShardedActivation) and not probe.has_whole
     except (RuntimeError, IndexError):
         return False  # with half of the whole, which is all that one process has, torch may complain

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.base.errors import DataError
 from echelon.parallel.evaluate import accuracy, top5
-from echelon.parallel.tensor import Spread, apply_split
+from echelon.parallel.tensor import ShardedActivation, apply_split
 from echelon.strategy.annotations.marks import Split
 
 CLASSES = 11
@@ -31,7 +31,7 @@ def all_rows(x: Tensor) -> list[slice]:
 
 def spread_logits(
     logits: Tensor, dim: int, mode: str, classes: tuple[float, ...] | None = None
-) -> tuple[Spread, Tensor]:
+) -> tuple[ShardedActivation, Tensor]:
     """The logits as a split layer would hand them on, and this rank's part of them as a leaf."""
     world = echelon.init()
     axis = axis_of(world, mode == "spread")
@@ -40,7 +40,7 @@ def spread_logits(
     rows = None
     if mode == "spread":
         rows = tuple(cut.stop - cut.start for cut in all_rows(logits))
-    return Spread(local, dim, sizes, axis, rows), local
+    return ShardedActivation(local, dim, sizes, axis, rows), local
 
 
 def compare_loss(shape: str, mode: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -217,7 +217,7 @@ def language_model() -> None:
         mine = ids[own_rows(world, ids)] if mode == "spread" else ids
         for reshape in (lambda x: x.reshape(-1, 13), lambda x: x.flatten(0, 1), lambda x: x.view(-1, x.size(-1))):
             logits = reshape(ours(mine)[:, :-1])
-            assert isinstance(logits, Spread)
+            assert isinstance(logits, ShardedActivation)
             loss = F.cross_entropy(logits, mine[:, 1:].flatten())
             assert not logits.has_whole
             expected = F.cross_entropy(plain(mine)[:, :-1].flatten(0, 1), mine[:, 1:].flatten())

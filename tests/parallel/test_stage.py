@@ -24,11 +24,11 @@ import echelon
 from echelon.base.errors import UsageError
 from echelon.parallel.activation_checkpoint import apply_recompute
 from echelon.parallel.objective import Objective
-from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
-from echelon.parallel.pipeline.split_backward import WeightStore, deferring
+from echelon.parallel.pipeline.schedule_loop import StageTransfer, run_schedule
+from echelon.parallel.pipeline.split_backward import WeightGradStore, defer_weight_grads
 from echelon.parallel.pipeline.stage_modules import holds, keep_only
 from echelon.parallel.pipeline.stage_runner import StageRunner
-from echelon.parallel.pipeline.transport import Links
+from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.fake_forward import is_placeholder
 from echelon.plan.schedule import make_schedule
 from echelon.plan.stage_trace import record
@@ -436,10 +436,10 @@ class Later:
     ran = 0
 
     def __init__(self) -> None:
-        self.store, self.inside = WeightStore(), contextlib.ExitStack()
+        self.store, self.inside = WeightGradStore(), contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self.inside.enter_context(deferring(self.store))
+        self.inside.enter_context(defer_weight_grads(self.store))
 
     def __exit__(self, *_: object) -> None:
         self.inside.close()
@@ -579,9 +579,13 @@ def unet_on_a_rank(name: ScheduleName, stages: dict[str, int]) -> tuple[dict[int
     defer = Later if name == "zero-bubble" else None
     runner = StageRunner(model, Objective(model, F.mse_loss, None, CPU), recording, hosted, CPU, defer)
     runner.begin(batches, FixedWeights([0.25] * 4))
-    transfers = [Transfer(one.key, one.source, one.target) for one in recording.transfers]
+    transfers = [StageTransfer(one.key, one.source, one.target) for one in recording.transfers]
     run_schedule(
-        make_schedule(name, recording.stages, 2, 4), runner, transfers, Links(None, (0, 1), CPU, "gloo"), "one shape"
+        make_schedule(name, recording.stages, 2, 4),
+        runner,
+        transfers,
+        PipelineLinks(None, (0, 1), CPU, "gloo"),
+        "one shape",
     )
     found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     return runner.losses, found

@@ -14,7 +14,7 @@ from zoo import QUIET
 import echelon
 from echelon import Strategy, pipeline, split, stage
 from echelon.optim import LAMB
-from echelon.optim.step_reach import Reach, find_reach
+from echelon.optim.step_reach import StepReach, find_reach
 
 # ---- optimizers of other libraries, in a few lines each ----
 
@@ -82,16 +82,17 @@ class Warm(torch.optim.AdamW):
     """A subclass of torch's that changes nothing."""
 
 
-REACHES: list[tuple[Any, Reach | str]] = [
-    (torch.optim.AdamW, Reach.ENTRY), (torch.optim.Adafactor, Reach.PARAMETER), (torch.optim.LBFGS, Reach.ALL),
-    (LAMB, Reach.ENTRY), (Lion, Reach.ENTRY), (Warm, Reach.ENTRY), (Lamb, Reach.PARAMETER),
-    (Shampoo, Reach.PARAMETER), (Clipped, Reach.ALL), (Noisy, "its steps are random"),
+REACHES: list[tuple[Any, StepReach | str]] = [
+    (torch.optim.AdamW, StepReach.ENTRY), (torch.optim.Adafactor, StepReach.PARAMETER),
+    (torch.optim.LBFGS, StepReach.ALL),
+    (LAMB, StepReach.ENTRY), (Lion, StepReach.ENTRY), (Warm, StepReach.ENTRY), (Lamb, StepReach.PARAMETER),
+    (Shampoo, StepReach.PARAMETER), (Clipped, StepReach.ALL), (Noisy, "its steps are random"),
     (Closing, "ValueError: step() needs a closure"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "expected"), REACHES, ids=lambda v: getattr(v, "__name__", ""))
-def test_reach_of_a_step_is_found_by_trying(kind: Any, expected: Reach | str) -> None:
+def test_reach_of_a_step_is_found_by_trying(kind: Any, expected: StepReach | str) -> None:
     parameter = nn.Parameter(torch.randn(3, 5))
     optimizer = kind([parameter], lr=0.01)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)  # begins with a rate of 0, and patches step()
@@ -108,7 +109,7 @@ def test_every_optimizer_of_torch_is_known() -> None:
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"):
         kind = type(f"Own{name}", (getattr(torch.optim, name),), {})
         optimizer = kind([nn.Parameter(torch.zeros(2, 2))], lr=0.01)
-        assert find_reach(optimizer, optimizer.param_groups[0]) is Reach.ENTRY, name
+        assert find_reach(optimizer, optimizer.param_groups[0]) is StepReach.ENTRY, name
 
 
 # ---- in training ----

@@ -16,7 +16,7 @@ from zoo import QUIET, batch_for, build
 import echelon
 from echelon import Amp, Dgc, Lars, LocalSgd, Strategy
 from echelon.base.errors import LossError, UsageError
-from echelon.optim.grad_scaler import HOPELESS, Scaler
+from echelon.optim.grad_scaler import HOPELESS, LossScaler
 
 DGC = Dgc(sparsity=(0.75,), min_size=20)
 
@@ -267,7 +267,7 @@ def test_hosts_of_different_size_cannot_be_hierarchical() -> None:
 
 
 def test_a_loss_that_always_overflows_ends_the_run() -> None:
-    scaler = Scaler(Amp(loss_scale=8.0))
+    scaler = LossScaler(Amp(loss_scale=8.0))
     for _ in range(HOPELESS - 1):
         scaler.update(finite=False)
     with pytest.raises(LossError, match=f"overflowed in {HOPELESS} steps in a row at a loss scale of 8"):
@@ -275,7 +275,7 @@ def test_a_loss_that_always_overflows_ends_the_run() -> None:
 
 
 def test_the_scale_never_falls_under_its_floor_and_recovers() -> None:
-    scaler = Scaler(Amp(loss_scale="dynamic", init_scale=2.0, backoff_after=1, growth_interval=2, min_scale=1.0))
+    scaler = LossScaler(Amp(loss_scale="dynamic", init_scale=2.0, backoff_after=1, growth_interval=2, min_scale=1.0))
     found = []
     for finite in (False, False, False, False, True, True, True, True):
         scaler.update(finite)

@@ -16,8 +16,8 @@ import numpy as np
 from harness import context, free_port
 
 from echelon.base.security import OPEN, Security
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.flight_server import FlightServer
 
 DIM = 16
 
@@ -36,25 +36,25 @@ class Counting:
         if file is not None and file.exists():
             self.state = json.loads(file.read_text())
 
-    def handle(self, frame: Frame, gone: Callable[[], bool]) -> Frame:
+    def handle(self, frame: WireMessage, gone: Callable[[], bool]) -> WireMessage:
         op = frame.head.get("op")
         if op == "pull":
-            return Frame({"ok": True, "version": 3}, [rows_of(frame.arrays[0])])
+            return WireMessage({"ok": True, "version": 3}, [rows_of(frame.arrays[0])])
         if op == "push":
             return self._push(frame)
         if op == "echo":
-            return Frame(frame.head, [array.copy() for array in frame.arrays])
+            return WireMessage(frame.head, [array.copy() for array in frame.arrays])
         if op == "wait":
             Path(frame.head["seen"]).write_text("waits")
             while not gone() and not Path(frame.head["until"]).exists():
                 time.sleep(0.01)
             Path(frame.head["seen"]).write_text(str(gone()))
-            return Frame({"ok": True})
+            return WireMessage({"ok": True})
         if op == "fail":
             raise ZeroDivisionError("a mistake\nof ours")
-        return Frame({"ok": True, **self.state, "seen": frame.head})
+        return WireMessage({"ok": True, **self.state, "seen": frame.head})
 
-    def _push(self, frame: Frame) -> Frame:
+    def _push(self, frame: WireMessage) -> WireMessage:
         with self.lock:
             duplicate = frame.head["seq"] <= self.state["seq"]
             if duplicate:
@@ -67,7 +67,7 @@ class Counting:
                 aside = self.file.with_suffix(".new")
                 aside.write_text(json.dumps(self.state))
                 aside.replace(self.file)
-            return Frame({"ok": True, "duplicate": duplicate, "total": self.state["total"]})
+            return WireMessage({"ok": True, "duplicate": duplicate, "total": self.state["total"]})
 
 
 def free_endpoint() -> str:
@@ -75,7 +75,7 @@ def free_endpoint() -> str:
 
 
 def _serve(endpoint: str, file: Path | None, security: Security, ready: Any) -> None:
-    server = Server(endpoint, Counting(file).handle, security)
+    server = FlightServer(endpoint, Counting(file).handle, security)
     ready.send(server.endpoint)
     signal.pause()
 

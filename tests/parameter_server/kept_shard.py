@@ -2,11 +2,18 @@
 
 import numpy as np
 
-from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.persistence.persistence import ShardPersistence
 from echelon.parameter_server.protocol.hashing import bucket_of, owned_by
-from echelon.parameter_server.protocol.job_spec import BUCKETS, Block, DenseRule, JobSpec, Keeping, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.protocol.job_spec import (
+    BUCKETS,
+    DenseBlock,
+    DenseRule,
+    JobSpec,
+    PersistenceSettings,
+    TableSpec,
+)
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
 from echelon.strategy.table_rules import Adagrad, Adam
 
 IDS, BATCH = 6400, 640  # ids in use, and in a push
@@ -14,17 +21,19 @@ IDS, BATCH = 6400, 640  # ids in use, and in a push
 SERVERS = 16
 PASS = 20  # pushes of a worker
 PARAMETERS = {"weight": (6, 5), "bias": (7,)}
-QUIET = Keeping(snapshot_every=3600.0)
+QUIET = PersistenceSettings(snapshot_every=3600.0)
 
 
 def blocks(servers):
     """Two parameters, the first cut into so many runs of rows."""
     rows = -(-6 // servers)
     weight = [
-        Block(parameter="weight", offset=at * 5, length=min(rows, 6 - at) * 5, shape=(min(rows, 6 - at), 5), server=i)
+        DenseBlock(
+            parameter="weight", offset=at * 5, length=min(rows, 6 - at) * 5, shape=(min(rows, 6 - at), 5), server=i
+        )
         for i, at in enumerate(range(0, 6, rows))
     ]
-    return (*weight, Block(parameter="bias", offset=0, length=7, shape=(7,), server=servers - 1))
+    return (*weight, DenseBlock(parameter="bias", offset=0, length=7, shape=(7,), server=servers - 1))
 
 
 def make_job(servers=SERVERS, mode="async", keeping=QUIET, trainers=1, **table):
@@ -45,7 +54,7 @@ def make_job(servers=SERVERS, mode="async", keeping=QUIET, trainers=1, **table):
 
 def ask(shard, head, arrays=()):
     """A request's answer; an error is one."""
-    answer = shard.handle(Frame({"worker": -1, **head}, list(arrays)))
+    answer = shard.handle(WireMessage({"worker": -1, **head}, list(arrays)))
     assert "error" not in answer.head, answer.head["error"]
     return answer
 
@@ -54,9 +63,9 @@ def opened(job, server=0, directory=None, mirror=None, **options):
     """A shard of ``job``, kept in ``directory`` and restored from it if it holds anything."""
 
     def keep(shard):
-        return Keeper(shard, directory, job.keeping, mirror, **options)
+        return ShardPersistence(shard, directory, job.keeping, mirror, **options)
 
-    shard = Shard(server, job.servers, keep=keep if directory is not None else None, wall=lambda: 1000.0)
+    shard = ServerShard(server, job.servers, keep=keep if directory is not None else None, wall=lambda: 1000.0)
     ask(shard, {"op": "open", "worker": 0, "job": job.to_json()})
     first = np.linspace(-1, 1, sum(int(np.prod(shape)) for shape in PARAMETERS.values())).astype(np.float32)
     ask(shard, {"op": "begin", "worker": 0}, [_own(_parameters(first), job, server)])

@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from kept_shard import Keeping, make_job, opened, push, received
+from kept_shard import PersistenceSettings, make_job, opened, push, received
 
 #: A snapshot is due all the time.
-JOB = make_job(mode="sync", trainers=2, keeping=Keeping(snapshot_every=0.002))
+JOB = make_job(mode="sync", trainers=2, keeping=PersistenceSettings(snapshot_every=0.002))
 
 
 def train(directory, journal_limit):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon.base.errors import EchelonError
-from echelon.parameter_server.protocol.dense_placement import Piece, place
+from echelon.parameter_server.protocol.dense_placement import DenseParameter, place
 from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS, DenseRule, JobSpec, TableSpec
-from echelon.parameter_server.protocol.message import Frame, pack, unpack
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.protocol.message import WireMessage, pack, unpack
+from echelon.parameter_server.server.shard import ServerShard
 from echelon.strategy.table_rules import Rule, Sgd
 
 #: Any int64 will do as an id.
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
 
-def carried(frame: Frame) -> Frame:
+def carried(frame: WireMessage) -> WireMessage:
     """As it comes out of the network: its arrays are views of somebody else's read-only memory."""
     head, bodies = pack(frame)
     return unpack(head, [bytes(body) for body in bodies])
@@ -43,21 +43,21 @@ class Servers:
 
     def __init__(self, servers: int, **options: Any) -> None:
         self.down: set[int] = set()
-        self.shards = [Shard(s, servers, ask=self._ask, **options) for s in range(servers)]
+        self.shards = [ServerShard(s, servers, ask=self._ask, **options) for s in range(servers)]
 
-    def _ask(self, server: int, frame: Frame) -> Frame:
+    def _ask(self, server: int, frame: WireMessage) -> WireMessage:
         if server in self.down:
             raise EchelonError(f"server {server} does not answer")
         return carried(self.shards[server].handle(carried(frame)))
 
-    def say(self, server: int, head: dict[str, Any], *arrays: Any) -> Frame:
+    def say(self, server: int, head: dict[str, Any], *arrays: Any) -> WireMessage:
         """One request; its answer, or its error raised."""
-        answer = carried(self.shards[server].handle(carried(Frame(head, list(arrays)))))
+        answer = carried(self.shards[server].handle(carried(WireMessage(head, list(arrays)))))
         if "error" in answer.head:
             raise EchelonError(answer.head["error"])
         return answer
 
-    def all(self, head: dict[str, Any]) -> list[Frame]:
+    def all(self, head: dict[str, Any]) -> list[WireMessage]:
         return [self.say(server, head) for server in range(len(self.shards))]
 
     def rows(self, table: str) -> np.ndarray:
@@ -112,7 +112,7 @@ def job(
     dense = dense or DenseRule(kind="SGD", groups=({"lr": 0.1},))
     whole = dense.kind in ("LARS", "LAMB")
     groups = len(dense.groups)
-    pieces = [Piece(name, shape, index % groups, whole) for index, (name, shape) in enumerate(SHAPES.items())]
+    pieces = [DenseParameter(name, shape, index % groups, whole) for index, (name, shape) in enumerate(SHAPES.items())]
     tables = tuple(TableSpec(name=name, dim=dim, seed=17 + dim, rule=rule) for name, dim in DIMS.items())
     return JobSpec(
         **{
@@ -168,7 +168,7 @@ class Worker:
             answer = self.servers.say(server, head, ids)
             self._take(server, answer, own)
 
-    def _take(self, server: int, answer: Frame, own: dict[str, np.ndarray]) -> None:
+    def _take(self, server: int, answer: WireMessage, own: dict[str, np.ndarray]) -> None:
         self.versions[server], (flat, dense), at = answer.head["version"], answer.arrays, 0
         for name, mask in own.items():
             size = int(mask.sum()) * DIMS[name]
@@ -206,7 +206,7 @@ class Worker:
         }  # fmt: skip
         return head, [ids, rows, self.dense[server]]
 
-    def push(self, only: int | None = None, **more: Any) -> list[Frame]:
+    def push(self, only: int | None = None, **more: Any) -> list[WireMessage]:
         """To all servers, or to one; ``seq`` moves on with the commit."""
         chosen = range(self.spec.servers) if only is None else [only]
         answers = []

@@ -19,8 +19,8 @@ from test_net_serve import argv
 
 import echelon
 from echelon.base.errors import EchelonError
-from echelon.parameter_server.persistence.journal import Segment
-from echelon.parameter_server.server.store import Store
+from echelon.parameter_server.persistence.journal import JournalSegment
+from echelon.parameter_server.server.store import ServerStore
 
 STEPS = 6
 
@@ -46,15 +46,15 @@ def _failing(command: list[str], log: Path, method: str | None, kind: type[BaseE
 
 
 def fail_at_third(method: str, kind: type[BaseException]) -> None:
-    whole, calls = getattr(Store, method), [0]
+    whole, calls = getattr(ServerStore, method), [0]
 
-    def failing(self: Store, *args: Any) -> None:
+    def failing(self: ServerStore, *args: Any) -> None:
         calls[0] += 1
         if calls[0] == 3:
             raise kind("no room")
         whole(self, *args)
 
-    setattr(Store, method, failing)
+    setattr(ServerStore, method, failing)
 
 
 def work(endpoint: str, mode: str, spoils: bool) -> int:
@@ -119,7 +119,7 @@ def test_state_that_differs_from_its_journal_is_marked(tmp_path, monkeypatch, mo
     job = make_job(mode=mode)
     shard = opened(job, directory=tmp_path)
     method = "add_dense" if mode == "geo" else "update_dense"
-    whole = getattr(Store, method)
+    whole = getattr(ServerStore, method)
     fail_at_third(method, MemoryError)
     try:
         for number in range(3):
@@ -129,7 +129,7 @@ def test_state_that_differs_from_its_journal_is_marked(tmp_path, monkeypatch, mo
                 with pytest.raises(AssertionError, match=r"server 0 failed with MemoryError: no room .* push 2"):
                     push(shard, number)
     finally:
-        monkeypatch.setattr(Store, method, whole)
+        monkeypatch.setattr(ServerStore, method, whole)
     for number in (2, 3):  # the same again is no duplicate, the next is not taken
         with pytest.raises(AssertionError, match="server 0 failed with MemoryError"):
             push(shard, number)
@@ -149,7 +149,7 @@ def test_segment_that_cannot_be_cut_takes_no_more_records(tmp_path, monkeypatch)
     """A full disk in the middle of a record, and no way to cut it off."""
     from echelon.parameter_server.persistence import journal
 
-    segment = Segment(tmp_path, 1)
+    segment = JournalSegment(tmp_path, 1)
     segment.append([b"whole"])
 
     def torn(handle: int, buffers: list[Any]) -> int:

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.parameter_server.persistence.table_export import Exported, export_checkpoint, write_table
-from echelon.parameter_server.table import Rows
+from echelon.parameter_server.persistence.table_export import TableExport, export_checkpoint, write_table
+from echelon.parameter_server.table import BucketRows
 
 
 def weights_of(shard, table="a"):
@@ -87,9 +87,9 @@ def test_a_delta_that_cannot_be_told_apart_is_refused(tmp_path, one):
 
 
 def _frame(path, **more):
-    from echelon.parameter_server.protocol.message import Frame
+    from echelon.parameter_server.protocol.message import WireMessage
 
-    return Frame({"op": "export", "worker": 0, "path": str(path), "table": "a", "format": "parquet", **more})
+    return WireMessage({"op": "export", "worker": 0, "path": str(path), "table": "a", "format": "parquet", **more})
 
 
 def test_several_servers_write_a_directory_of_parts(tmp_path):
@@ -139,14 +139,14 @@ def test_a_checkpoint_is_exported_without_servers(tmp_path, ending):
 @pytest.mark.parametrize("ending", ["parquet", "safetensors"])
 def test_an_export_that_fails_leaves_no_file_and_the_old_one_alone(tmp_path, ending):
     def broken():
-        yield Rows(np.arange(2), np.zeros((2, 5), np.uint32))
+        yield BucketRows(np.arange(2), np.zeros((2, 5), np.uint32))
         raise CheckpointError("the rest is damaged")
 
     out = tmp_path / f"t.{ending}"
-    write_table(Exported("t", 3, [Rows(np.array([7]), np.zeros((1, 5), np.uint32))]), out)
+    write_table(TableExport("t", 3, [BucketRows(np.array([7]), np.zeros((1, 5), np.uint32))]), out)
     before = out.read_bytes()
     with pytest.raises(CheckpointError, match="the rest is damaged"):
-        write_table(Exported("t", 3, broken()), out)
+        write_table(TableExport("t", 3, broken()), out)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     assert out.read_bytes() == before
 
@@ -154,5 +154,5 @@ def test_an_export_that_fails_leaves_no_file_and_the_old_one_alone(tmp_path, end
 @pytest.mark.parametrize("ending", ["parquet", "safetensors"])
 def test_an_empty_table_is_a_file_without_rows(tmp_path, ending):
     out = tmp_path / f"t.{ending}"
-    assert write_table(Exported("t", 3, []), out) == 0
+    assert write_table(TableExport("t", 3, []), out) == 0
     assert read(out) == ({}, set())

@@ -22,10 +22,10 @@ from test_net_serve import DIM, IDS, argv, job_of, open_job, pull, push
 from echelon.base.errors import EchelonError
 from echelon.base.security import Security
 from echelon.parameter_server.protocol.arrow_wire import SCHEMA, to_batch
-from echelon.parameter_server.protocol.channel import Link
-from echelon.parameter_server.protocol.connection import Connection
-from echelon.parameter_server.protocol.message import MAX_ARRAYS, Frame
-from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.protocol.channel import ServerChannel
+from echelon.parameter_server.protocol.connection import FlightConnection
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
+from echelon.parameter_server.server.flight_server import FlightServer
 
 TOKEN = "the right one"
 SAFE = Security(token=TOKEN)
@@ -47,14 +47,14 @@ class Target:
         link.close()
         self.memory = self.process.rss()
 
-    def link(self) -> Link:
-        return Link(self.endpoint, security=SAFE, timeout=30)
+    def link(self) -> ServerChannel:
+        return ServerChannel(self.endpoint, security=SAFE, timeout=30)
 
     def check(self) -> None:
         """It serves, with the numbers it had, in the memory it had."""
         link = self.link()
         np.testing.assert_array_equal(pull(link, IDS), self.expected)
-        stats = link.call(Frame({"op": "stats", "worker": -1})).head
+        stats = link.call(WireMessage({"op": "stats", "worker": -1})).head
         link.close()
         assert stats["seqs"] == {"0": 0}
         assert stats["rows"] == {"t": len(IDS)}
@@ -118,7 +118,7 @@ def test_calls_with_garbage_for_messages(target: Target):
 def good_messages() -> list[bytes]:
     head = {"op": "pull", "worker": 0, "step": 0, "tables": {"t": 3}, "dense": False, "commit": None, "peek": True}
     schema, _ = arrow_parts(SCHEMA.serialize())
-    meta, body = arrow_parts(to_batch(Frame({**head, "state": False}, [IDS[:3]])).serialize())
+    meta, body = arrow_parts(to_batch(WireMessage({**head, "state": False}, [IDS[:3]])).serialize())
     return [flight_data(schema, path=b"frames"), flight_data(meta, body)]
 
 
@@ -231,7 +231,7 @@ def by_hand(target: Target, cells: list[bytes]) -> bytes:
 
 def test_cells_that_lie_outside_their_memory(target: Target):
     good = json.dumps({"op": "stats", "worker": -1, "arrays": []}).encode()
-    meta, body = arrow_parts(to_batch(Frame({"op": "stats", "worker": -1})).serialize())
+    meta, body = arrow_parts(to_batch(WireMessage({"op": "stats", "worker": -1})).serialize())
     size = len(json.dumps({"op": "stats", "worker": -1, "arrays": []}, separators=(",", ":")))
     for first, last in ((0, 2**40), (-8, 4), (9, 3), (2**62, 2**62 + 1), (0, -1), (-(2**63), 2**63 - 1)):
         lie = body.replace(np.array([0, size], np.int64).tobytes(), np.array([first, last], np.int64).tobytes(), 1)
@@ -356,12 +356,12 @@ def test_slow_and_idle_clients_hold_up_nobody(target: Target):
     for one in begun:  # a byte of one
         one.raw(frame(DATA, 0, 1, message(good[0])))
         one.raw(frame(DATA, 0, 1, message(good[1])[:7]))
-    lazy = [Connection(target.endpoint, SAFE) for _ in range(4)]  # ask for much and take nothing
+    lazy = [FlightConnection(target.endpoint, SAFE) for _ in range(4)]  # ask for much and take nothing
     ids = np.arange(200_000)
     head = {"op": "pull", "worker": 0, "step": 0, "tables": {"t": len(ids)}, "dense": False, "commit": None}
     for one in lazy:
         one.open()
-        one.write(to_batch(Frame({**head, "peek": True, "state": False}, [ids])))
+        one.write(to_batch(WireMessage({**head, "peek": True, "state": False}, [ids])))
     target.check()
     for one in [*idle, *halves, *callers, *begun, *lazy]:
         one.close()
@@ -369,15 +369,15 @@ def test_slow_and_idle_clients_hold_up_nobody(target: Target):
 
 
 def test_a_server_that_is_full_says_so_and_takes_the_next_when_one_has_gone():
-    server = Server("127.0.0.1:0", Counting().handle, max_streams=3)
-    links = [Link(server.endpoint) for _ in range(3)]
+    server = FlightServer("127.0.0.1:0", Counting().handle, max_streams=3)
+    links = [ServerChannel(server.endpoint) for _ in range(3)]
     for link in links:
-        link.call(Frame({"op": "pull", "worker": 0}, [IDS]))
-    fourth = Link(server.endpoint, timeout=30)
-    waiting = fourth.send(Frame({"op": "pull", "worker": 0}, [IDS]))
-    impatient = Link(server.endpoint, timeout=0.2, name="server 0")
+        link.call(WireMessage({"op": "pull", "worker": 0}, [IDS]))
+    fourth = ServerChannel(server.endpoint, timeout=30)
+    waiting = fourth.send(WireMessage({"op": "pull", "worker": 0}, [IDS]))
+    impatient = ServerChannel(server.endpoint, timeout=0.2, name="server 0")
     with pytest.raises(EchelonError, match=r"server 0 .* 3 streams open already"):
-        impatient.call(Frame({"op": "pull", "worker": 0}, [IDS]))
+        impatient.call(WireMessage({"op": "pull", "worker": 0}, [IDS]))
     links.pop().close()
     np.testing.assert_array_equal(waiting.result().arrays[0], rows_of(IDS))
     for link in [*links, fourth, impatient]:

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from echelon.base.errors import CheckpointError
 from echelon.parameter_server.persistence.file_record import encode, sums
-from echelon.parameter_server.persistence.journal import Segment, replay, segment_path
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.persistence.journal import JournalSegment, replay, segment_path
+from echelon.parameter_server.protocol.message import WireMessage
 
 
 def frames(count):
     chance = np.random.default_rng(0)
     return [
-        Frame(
+        WireMessage(
             {"op": "push", "seq": seq},
             [
                 chance.integers(0, 99, seq),
@@ -30,7 +30,7 @@ def written(directory, numbers, start=1):
     """Segments with so many records each; the LSN goes on."""
     lsn, made = start, frames(sum(numbers))
     for number, count in enumerate(numbers, start=1):
-        segment = Segment(directory, number)
+        segment = JournalSegment(directory, number)
         for _ in range(count):
             segment.append(encode(lsn, made[lsn - start]))
             lsn += 1

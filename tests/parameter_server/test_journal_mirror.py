@@ -5,13 +5,13 @@ import threading
 
 import numpy as np
 import pytest
-from kept_shard import Keeping, ask, make_job, opened, push, received, state_of, trained
+from kept_shard import PersistenceSettings, ask, make_job, opened, push, received, state_of, trained
 
 from echelon.base.errors import PeerLost
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
 
-JOB = make_job(mode="sync", trainers=2, keeping=Keeping(replica=True, snapshot_every=3600.0))
+JOB = make_job(mode="sync", trainers=2, keeping=PersistenceSettings(replica=True, snapshot_every=3600.0))
 
 
 class Line:
@@ -99,8 +99,8 @@ def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "echelon.parameter_server.persistence.persistence.CATCH_UP", 3600.0
     )  # snapshots are taken here alone
-    job = make_job(servers=2, mode="async", keeping=Keeping(replica=True, snapshot_every=3600.0))
-    lines = [Line(Shard(server, 2)) for server in (1, 0)]  # no job is open there yet
+    job = make_job(servers=2, mode="async", keeping=PersistenceSettings(replica=True, snapshot_every=3600.0))
+    lines = [Line(ServerShard(server, 2)) for server in (1, 0)]  # no job is open there yet
     shards = [opened(job, server, tmp_path / f"server-{server}", lines[server]) for server in range(2)]
     for server in range(2):
         lines[server].neighbour = shards[1 - server]
@@ -136,7 +136,7 @@ def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):
 )
 def test_nothing_else_can_be_read_or_written_by_a_peer(tmp_path, line, head):
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    answer = line(Frame({"worker": -1, **head}, [np.zeros(3, np.uint8)]))
+    answer = line(WireMessage({"worker": -1, **head}, [np.zeros(3, np.uint8)]))
     assert "\n" not in answer.head["error"]
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
     assert ask(line.neighbour, {"op": "stats"}).head["ok"]

@@ -10,7 +10,7 @@ import pytest
 from shards import DIMS, SHAPES, VOCABULARY, Batch, job, owners, started
 
 from echelon.parameter_server.protocol.job_spec import DenseRule
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.strategy.table_rules import Adagrad, Sgd
 
 STEPS = 10
@@ -81,7 +81,7 @@ def test_async_applies_each_push_at_once_in_the_order_of_arrival(servers_count, 
             simulated.push(worker)
         waiting[worker.number] = not waiting[worker.number]
     for shard in servers.shards:
-        told = shard.handle(Frame({"op": "stats", "worker": -1})).head["staleness"]
+        told = shard.handle(WireMessage({"op": "stats", "worker": -1})).head["staleness"]
         assert told["pushes"] == len(simulated.staleness)
         assert told["mean"] == pytest.approx(np.mean(simulated.staleness))
         assert told["max"] == max(simulated.staleness) > 0
@@ -210,7 +210,7 @@ def test_a_sync_pull_waits_for_the_step_before():
 def test_a_peek_waits_for_nobody_and_makes_no_rows():
     servers, workers = started(job(1, 2))
     workers[0].pull(Batch(0, 3), step=50, peek=True)
-    assert servers.shards[0].handle(Frame({"op": "stats", "worker": -1})).head["rows"] == {"users": 0, "words": 0}
+    assert servers.shards[0].handle(WireMessage({"op": "stats", "worker": -1})).head["rows"] == {"users": 0, "words": 0}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "bounded", "geo"])

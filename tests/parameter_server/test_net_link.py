@@ -18,13 +18,13 @@ from harness import LIMIT
 
 import echelon
 from echelon.base.errors import EchelonError, PeerLost
-from echelon.parameter_server.protocol.channel import Beats, Link
-from echelon.parameter_server.protocol.message import KINDS, Frame, FrameError
-from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
+from echelon.parameter_server.protocol.message import KINDS, WireMessage, WireMessageError
+from echelon.parameter_server.server.flight_server import FlightServer
 
 
-def push(seq: int, size: int = 100) -> Frame:
-    return Frame({"op": "push", "worker": 0, "seq": seq}, [np.full(size, seq, np.int64)])
+def push(seq: int, size: int = 100) -> WireMessage:
+    return WireMessage({"op": "push", "worker": 0, "seq": seq}, [np.full(size, seq, np.int64)])
 
 
 def test_arrays_of_every_kind_and_shape_come_back_as_they_went():
@@ -33,8 +33,8 @@ def test_arrays_of_every_kind_and_shape_come_back_as_they_went():
     arrays += [np.empty((0, 16), np.float32), np.float32([[1, 2], [3, 4]]).T]
     head = {"op": "echo", "worker": 7, "text": "é\n", "deep": {"a": [1, None, 0.1]}}
     with serving() as server:
-        link = Link(server.endpoint)
-        answer = link.call(Frame(head, arrays))
+        link = ServerChannel(server.endpoint)
+        answer = link.call(WireMessage(head, arrays))
         link.close()
     assert answer.head == head
     for got, sent in zip(answer.arrays, arrays, strict=True):
@@ -46,12 +46,12 @@ def test_arrays_of_every_kind_and_shape_come_back_as_they_went():
 def test_many_requests_at_once_are_answered_in_order_and_each_to_its_asker():
     rng = np.random.default_rng(1)
     with serving() as server:
-        link = Link(server.endpoint, in_flight=8)
+        link = ServerChannel(server.endpoint, in_flight=8)
         sent = [rng.integers(-(2**63), 2**63 - 1, int(size)) for size in rng.integers(0, 9000, 200)]
         done: list[int] = []
-        futures: list[Future[Frame]] = []
+        futures: list[Future[WireMessage]] = []
         for at, ids in enumerate(sent):
-            futures.append(link.send(Frame({"op": "pull", "worker": 0}, [ids])))
+            futures.append(link.send(WireMessage({"op": "pull", "worker": 0}, [ids])))
             futures[-1].add_done_callback(lambda _, at=at: done.append(at))
             assert link.waits_for() <= 8
         for ids, future in zip(sent, futures, strict=True):
@@ -63,15 +63,15 @@ def test_many_requests_at_once_are_answered_in_order_and_each_to_its_asker():
 def test_several_threads_share_a_link():
     wrong = []
 
-    def ask(link: Link, seed: int) -> None:
+    def ask(link: ServerChannel, seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(50):
             ids = rng.integers(0, 2**40, int(rng.integers(1, 500)))
-            if not np.array_equal(link.call(Frame({"op": "pull", "worker": 0}, [ids])).arrays[0], rows_of(ids)):
+            if not np.array_equal(link.call(WireMessage({"op": "pull", "worker": 0}, [ids])).arrays[0], rows_of(ids)):
                 wrong.append(seed)
 
     with serving() as server:
-        link = Link(server.endpoint)
+        link = ServerChannel(server.endpoint)
         threads = [threading.Thread(target=ask, args=(link, seed)) for seed in range(4)]
         for thread in threads:
             thread.start()
@@ -83,9 +83,9 @@ def test_several_threads_share_a_link():
 
 def test_a_server_error_is_raised_by_the_asker_alone_and_the_link_goes_on():
     with serving() as server:
-        link = Link(server.endpoint)
+        link = ServerChannel(server.endpoint)
         before = link.send(push(0))
-        failed = link.send(Frame({"op": "fail", "worker": 0}))
+        failed = link.send(WireMessage({"op": "fail", "worker": 0}))
         after = link.send(push(1))
         assert before.result().head["total"] == 0
         assert after.result().head["total"] == 100
@@ -96,9 +96,9 @@ def test_a_server_error_is_raised_by_the_asker_alone_and_the_link_goes_on():
 
 
 def test_a_frame_over_the_limits_is_refused_where_it_was_made():
-    link = Link("127.0.0.1:1")
-    with pytest.raises(FrameError, match="9 arrays"):
-        link.send(Frame({"op": "echo"}, [np.zeros(1, np.float32)] * 9))
+    link = ServerChannel("127.0.0.1:1")
+    with pytest.raises(WireMessageError, match="9 arrays"):
+        link.send(WireMessage({"op": "echo"}, [np.zeros(1, np.float32)] * 9))
     link.close()
 
 
@@ -108,11 +108,11 @@ def test_a_killed_server_comes_back_and_every_push_counts_once(tmp_path: Path):
     hellos: list[int] = []
 
     def hello(call) -> None:
-        hellos.append(call(Frame({"op": "hello", "worker": 0})).head["seq"])
+        hellos.append(call(WireMessage({"op": "hello", "worker": 0})).head["seq"])
 
-    link = Link(endpoint, hello=hello, timeout=60)
-    futures: list[Future[Frame]] = []
-    answered: list[Future[Frame]] = []
+    link = ServerChannel(endpoint, hello=hello, timeout=60)
+    futures: list[Future[WireMessage]] = []
+    answered: list[Future[WireMessage]] = []
 
     def kill_sometimes() -> None:
         nonlocal server
@@ -131,7 +131,7 @@ def test_a_killed_server_comes_back_and_every_push_counts_once(tmp_path: Path):
         futures[-1].add_done_callback(answered.append)
         seq += 1
     answers = [future.result().head for future in futures]
-    state = link.call(Frame({"op": "state", "worker": 0})).head
+    state = link.call(WireMessage({"op": "state", "worker": 0})).head
     link.close()
     server.kill()
     assert state["order"] == list(range(seq))
@@ -146,7 +146,7 @@ def test_a_killed_server_comes_back_and_every_push_counts_once(tmp_path: Path):
 
 def test_a_server_that_stays_away_is_named_to_everyone_who_waits():
     server = Process()
-    link = Link(server.endpoint, timeout=0.6, name="server 1")
+    link = ServerChannel(server.endpoint, timeout=0.6, name="server 1")
     link.call(push(0))
     server.kill()
     waiting = [link.send(push(seq)) for seq in range(1, 4)]
@@ -160,7 +160,7 @@ def test_a_server_that_stays_away_is_named_to_everyone_who_waits():
 
 def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path):
     endpoint = free_endpoint()
-    link = Link(endpoint, timeout=30)
+    link = ServerChannel(endpoint, timeout=30)
     futures = [link.send(push(seq)) for seq in range(3)]
     with serving(endpoint=endpoint, file=tmp_path / "sum.json"):
         assert [future.result().head["total"] for future in futures] == [0, 100, 300]
@@ -169,7 +169,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path):
 
 
 def test_a_full_link_to_a_lost_server_lets_its_senders_go():
-    link = Link(free_endpoint(), timeout=0.3, in_flight=2)
+    link = ServerChannel(free_endpoint(), timeout=0.3, in_flight=2)
     sending = [link.send(push(seq)) for seq in range(2)]
     with pytest.raises(PeerLost):
         link.send(push(2))
@@ -180,9 +180,9 @@ def test_a_full_link_to_a_lost_server_lets_its_senders_go():
 def test_closing_fails_what_waits_and_leaves_no_thread(tmp_path: Path):
     threads = set(threading.enumerate())
     with serving() as server:
-        link = Link(server.endpoint)
+        link = ServerChannel(server.endpoint)
         seen = tmp_path / "seen"
-        waiting = link.send(Frame({"op": "wait", "until": str(tmp_path / "never"), "seen": str(seen)}))
+        waiting = link.send(WireMessage({"op": "wait", "until": str(tmp_path / "never"), "seen": str(seen)}))
         behind = link.send(push(0))
         while not seen.exists() or seen.read_text() != "waits":
             time.sleep(0.01)
@@ -193,7 +193,7 @@ def test_closing_fails_what_waits_and_leaves_no_thread(tmp_path: Path):
         with pytest.raises(EchelonError, match="closed"):
             link.send(push(1))
         link.close()
-        other = Link(free_endpoint())  # nobody there: the thread is between two attempts, or in one
+        other = ServerChannel(free_endpoint())  # nobody there: the thread is between two attempts, or in one
         other.send(push(0))
         other.close()
         assert not set(threading.enumerate()) - threads
@@ -203,7 +203,7 @@ def test_closing_fails_what_waits_and_leaves_no_thread(tmp_path: Path):
 
 def test_a_link_that_was_never_used_costs_nothing():
     threads = set(threading.enumerate())
-    links = [Link(free_endpoint()) for _ in range(10)]
+    links = [ServerChannel(free_endpoint()) for _ in range(10)]
     assert not set(threading.enumerate()) - threads
     for link in links:
         link.close()
@@ -211,8 +211,8 @@ def test_a_link_that_was_never_used_costs_nothing():
 
 def test_a_server_that_froze_is_given_up_and_taken_again_when_it_thaws():
     with serving() as server:
-        link = Link(server.endpoint, timeout=60)
-        beats = Beats([server.endpoint], 3, every=0.1, links=[link])
+        link = ServerChannel(server.endpoint, timeout=60)
+        beats = HeartbeatSender([server.endpoint], 3, every=0.1, links=[link])
         link.call(push(0))
         server.freeze()
         waiting = link.send(push(1))
@@ -229,10 +229,12 @@ def test_beats_reach_every_server_and_stop(tmp_path: Path):
     heard: dict[int, list[dict]] = {0: [], 1: []}
     servers = []
     for at in heard:
-        server = Server("127.0.0.1:0", lambda frame, _, at=at: (heard[at].append(frame.head), Frame({"ok": True}))[1])
+        server = FlightServer(
+            "127.0.0.1:0", lambda frame, _, at=at: (heard[at].append(frame.head), WireMessage({"ok": True}))[1]
+        )
         servers.append(server)
     threads = set(threading.enumerate())
-    beats = Beats([servers[0].endpoint, free_endpoint(), servers[1].endpoint], 5, every=0.05)
+    beats = HeartbeatSender([servers[0].endpoint, free_endpoint(), servers[1].endpoint], 5, every=0.05)
     while min(len(heads) for heads in heard.values()) < 3:
         time.sleep(0.01)
     beats.close()
@@ -246,18 +248,18 @@ def test_beats_reach_every_server_and_stop(tmp_path: Path):
 def test_a_client_that_does_not_take_its_answers_holds_up_nobody():
     from echelon.base.security import OPEN
     from echelon.parameter_server.protocol.arrow_wire import to_batch
-    from echelon.parameter_server.protocol.connection import Connection
+    from echelon.parameter_server.protocol.connection import FlightConnection
 
-    server = Server("127.0.0.1:0", Counting().handle)
-    lazy = Connection(server.endpoint, OPEN)
+    server = FlightServer("127.0.0.1:0", Counting().handle)
+    lazy = FlightConnection(server.endpoint, OPEN)
     lazy.open()
     ids = np.arange(100_000)
     for _ in range(6):  # 6.4 MB each, never read
-        lazy.write(to_batch(Frame({"op": "pull", "worker": 1}, [ids])))
-    link = Link(server.endpoint)
+        lazy.write(to_batch(WireMessage({"op": "pull", "worker": 1}, [ids])))
+    link = ServerChannel(server.endpoint)
     for _ in range(20):
         np.testing.assert_array_equal(
-            link.call(Frame({"op": "pull", "worker": 0}, [ids[:50]])).arrays[0], rows_of(ids[:50])
+            link.call(WireMessage({"op": "pull", "worker": 0}, [ids[:50]])).arrays[0], rows_of(ids[:50])
         )
     assert server.streams == 2
     lazy.close()
@@ -268,14 +270,14 @@ def test_a_client_that_does_not_take_its_answers_holds_up_nobody():
 
 def _leave_it_open(endpoint: str, seen: str) -> None:
     """Ends while a call waits, having made a child that ends too."""
-    link = Link(endpoint)
-    Beats([endpoint], 0, every=0.05, links=[link])
+    link = ServerChannel(endpoint)
+    HeartbeatSender([endpoint], 0, every=0.05, links=[link])
     link.call(push(0))
     child = os.fork()
     if child == 0:
         sys.exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    link.send(Frame({"op": "wait", "until": "/nowhere", "seen": seen}))
+    link.send(WireMessage({"op": "wait", "until": "/nowhere", "seen": seen}))
     while not Path(seen).exists():
         time.sleep(0.01)
     sys.exit(7)

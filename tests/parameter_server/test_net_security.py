@@ -12,9 +12,9 @@ from counting_server import Counting, rows_of
 
 from echelon.base.errors import EchelonError, UsageError
 from echelon.base.security import OPEN, Security, is_loopback
-from echelon.parameter_server.protocol.channel import Beats, Link
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.port import Server
+from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.flight_server import FlightServer
 
 IDS = np.array([1, 5, 1008, 77], np.int64)
 
@@ -57,9 +57,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", WELCOME)
 def test_whoever_belongs_to_the_job_gets_in(case: str, pem: Path):
     theirs, ours = (settings(pem, **names) for names in WELCOME[case])
-    server = Server("127.0.0.1:0", Counting().handle, theirs)
-    link = Link(server.endpoint, security=ours)
-    np.testing.assert_array_equal(link.call(Frame({"op": "pull"}, [IDS])).arrays[0], rows_of(IDS))
+    server = FlightServer("127.0.0.1:0", Counting().handle, theirs)
+    link = ServerChannel(server.endpoint, security=ours)
+    np.testing.assert_array_equal(link.call(WireMessage({"op": "pull"}, [IDS])).arrays[0], rows_of(IDS))
     link.close()
     assert server.close(patience=10)
 
@@ -68,12 +68,14 @@ def test_whoever_belongs_to_the_job_gets_in(case: str, pem: Path):
 def test_whoever_does_not_is_told_why_in_one_line_without_waiting(case: str, pem: Path):
     theirs, ours, line = REFUSED[case]
     calls = []
-    server = Server("127.0.0.1:0", lambda frame, gone: calls.append(frame) or Frame({}), settings(pem, **theirs))
-    link = Link(server.endpoint, security=settings(pem, **ours), timeout=10_000, name="server 3")
+    server = FlightServer(
+        "127.0.0.1:0", lambda frame, gone: calls.append(frame) or WireMessage({}), settings(pem, **theirs)
+    )
+    link = ServerChannel(server.endpoint, security=settings(pem, **ours), timeout=10_000, name="server 3")
     with pytest.raises(EchelonError, match=rf"^server 3 at {server.endpoint} .*{line}") as caught:
-        link.call(Frame({"op": "pull"}, [IDS]))
+        link.call(WireMessage({"op": "pull"}, [IDS]))
     assert "\n" not in str(caught.value)
-    beats = Beats([server.endpoint], 0, settings(pem, **ours), every=0.01)
+    beats = HeartbeatSender([server.endpoint], 0, settings(pem, **ours), every=0.01)
     beats.close()
     link.close()
     assert not calls
@@ -84,9 +86,9 @@ def test_a_server_for_the_network_must_know_who_calls(pem: Path):
     for host in ("0.0.0.0", "10.1.2.3", "[::]", "some.host"):
         for weak in (OPEN, settings(pem, **MEMBER)):
             with pytest.raises(UsageError, match=r"^a server on .* asks nobody who they are; set ECHELON_PS_TOKEN"):
-                Server(f"{host}:0", Counting().handle, weak)
+                FlightServer(f"{host}:0", Counting().handle, weak)
     for strong in ({"token": "a"}, MUTUAL):
-        server = Server("0.0.0.0:0", Counting().handle, settings(pem, **strong))
+        server = FlightServer("0.0.0.0:0", Counting().handle, settings(pem, **strong))
         assert server.close()
     assert all(is_loopback(host) for host in ("localhost", "127.0.0.1", "127.9.9.9", "[::1]"))
 
@@ -128,10 +130,10 @@ def test_mistakes_in_settings_are_one_line(tmp_path: Path, pem: Path):
             Security.from_environment(env)
     missing = Security(certificate=tmp_path / "none", key=tmp_path / "none")
     with pytest.raises(UsageError, match=r"^'.*none' cannot be read"):
-        Server("127.0.0.1:0", Counting().handle, missing)
+        FlightServer("127.0.0.1:0", Counting().handle, missing)
     (tmp_path / "bad").write_text("no certificate")
     with pytest.raises(UsageError, match="cannot listen"):
-        Server("127.0.0.1:0", Counting().handle, Security(certificate=tmp_path / "bad", key=tmp_path / "bad"))
+        FlightServer("127.0.0.1:0", Counting().handle, Security(certificate=tmp_path / "bad", key=tmp_path / "bad"))
 
 
 def test_a_token_does_not_show():

@@ -13,12 +13,12 @@ from serving_process import ServerProcess
 
 from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.security import OPEN, Security
-from echelon.observability.runlog import reader
-from echelon.parameter_server.protocol.channel import Beats, Link
-from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, Keeping, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.port import Server
-from echelon.parameter_server.server.server_peers import Peers
+from echelon.observability.runlog import read
+from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
+from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, PersistenceSettings, TableSpec
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_peers import ServerPeers
 from echelon.strategy.table_rules import Sgd
 
 DIM, RATE = 4, 0.5
@@ -28,35 +28,40 @@ IDS = np.array([-5, 0, 7, 2**63 - 1, -(2**63), 123456789012], np.int64)
 def job_of(servers: int, trainers: int = 1, mode: str = "async", **keeping: object) -> JobSpec:
     table = TableSpec(name="t", dim=DIM, seed=3, rule=Sgd(lr=RATE))
     return JobSpec(
-        session="s1", mode=mode, trainers=trainers, servers=servers, tables=(table,), keeping=Keeping(**keeping)
+        session="s1",
+        mode=mode,
+        trainers=trainers,
+        servers=servers,
+        tables=(table,),
+        keeping=PersistenceSettings(**keeping),
     )
 
 
 def hello_again(job: JobSpec, worker: int) -> Callable:
     """What a worker asks a server that came back: does it know the job?"""
 
-    def hello(call: Callable[[Frame], Frame]) -> None:
-        known = call(Frame({"op": "hello", "worker": worker, "session": job.session})).head
+    def hello(call: Callable[[WireMessage], WireMessage]) -> None:
+        known = call(WireMessage({"op": "hello", "worker": worker, "session": job.session})).head
         if not known["opened"] or known["session"] != job.session:
             raise EchelonError("a server came back without its state")
 
     return hello
 
 
-def open_job(link: Link, job: JobSpec, worker: int = 0) -> None:
-    link.call(Frame({"op": "open", "worker": worker, "job": job.to_json()}))
-    link.call(Frame({"op": "begin", "worker": worker}))
+def open_job(link: ServerChannel, job: JobSpec, worker: int = 0) -> None:
+    link.call(WireMessage({"op": "open", "worker": worker, "job": job.to_json()}))
+    link.call(WireMessage({"op": "begin", "worker": worker}))
 
 
-def pull(link: Link, ids: np.ndarray, step: int = 0, worker: int = 0) -> np.ndarray:
+def pull(link: ServerChannel, ids: np.ndarray, step: int = 0, worker: int = 0) -> np.ndarray:
     head = {"op": "pull", "worker": worker, "step": step, "tables": {"t": len(ids)}, "dense": False, "commit": None}
-    return link.call(Frame({**head, "peek": True, "state": False}, [ids])).arrays[0].reshape(-1, DIM)
+    return link.call(WireMessage({**head, "peek": True, "state": False}, [ids])).arrays[0].reshape(-1, DIM)
 
 
-def push(link: Link, ids: np.ndarray, grads: np.ndarray, seq: int, worker: int = 0) -> dict:
+def push(link: ServerChannel, ids: np.ndarray, grads: np.ndarray, seq: int, worker: int = 0) -> dict:
     head = {"op": "push", "worker": worker, "seq": seq, "weight": 1.0, "version": seq, "tables": {"t": len(ids)}}
     head |= {"lrs": {}, "groups": [], "dense": False, "values": False, "commit": True, "kind": "gradient"}
-    return link.call(Frame({**head, "has": ["ids", "rows"]}, [ids, grads.reshape(-1)])).head
+    return link.call(WireMessage({**head, "has": ["ids", "rows"]}, [ids, grads.reshape(-1)])).head
 
 
 def argv(endpoints: list[str], index: int, state: Path | None = None, trainers: int = 1, join: float = 60) -> list[str]:
@@ -71,7 +76,7 @@ def test_a_server_killed_again_and_again_goes_on_from_every_push_it_answered(tmp
     endpoint, job, state = free_endpoint(), job_of(1), tmp_path / "state"
     command = argv([endpoint], 0, state)
     server = ServerProcess(command, tmp_path / "log")
-    link = Link(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
+    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
     open_job(link, job)
     expected = pull(link, IDS).copy()
     rng = np.random.default_rng(0)
@@ -85,7 +90,7 @@ def test_a_server_killed_again_and_again_goes_on_from_every_push_it_answered(tmp
     np.testing.assert_array_equal(pull(link, IDS), expected)
     assert link.reconnects == 2
     assert any(state.rglob("*.seg"))
-    link.call(Frame({"op": "leave", "worker": 0}))
+    link.call(WireMessage({"op": "leave", "worker": 0}))
     link.close()
     assert server.wait() == 0
     assert server.lines() == [f"echelon: server 0 of 1 is ready at {endpoint}"] * 3
@@ -101,7 +106,7 @@ def test_two_servers_mirror_each_other_and_a_lost_disk_is_read_back_from_the_nei
     ]
     servers = [begin() for begin in start]
     safe = Security(token="secret")
-    links = [Link(e, hello=hello_again(job, 0), security=safe, timeout=60) for e in endpoints]
+    links = [ServerChannel(e, hello=hello_again(job, 0), security=safe, timeout=60) for e in endpoints]
     for link in links:
         open_job(link, job)
     from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
@@ -122,7 +127,7 @@ def test_two_servers_mirror_each_other_and_a_lost_disk_is_read_back_from_the_nei
             expected[at] = expected[at] - np.float32(RATE) * grads
     for at, link in enumerate(links):
         np.testing.assert_array_equal(pull(link, shares[at]), expected[at])
-        link.call(Frame({"op": "leave", "worker": 0}))
+        link.call(WireMessage({"op": "leave", "worker": 0}))
     for link in links:
         link.close()
     assert [server.wait() for server in servers] == [0, 0]
@@ -136,7 +141,7 @@ def test_workers_that_never_come_are_named(tmp_path: Path):
     assert alone.lines()[1:] == [line]
 
     some = ServerProcess(argv([endpoint], 0, trainers=3, join=3), tmp_path / "some")
-    link = Link(endpoint)
+    link = ServerChannel(endpoint)
     open_job(link, job_of(1, trainers=3), worker=1)
     assert some.wait() == 1
     link.close()
@@ -149,9 +154,9 @@ def test_beats_keep_a_server_that_nobody_asks_anything_and_silence_ends_it(tmp_p
     table = TableSpec(name="t", dim=DIM, rule=Sgd())
     job = JobSpec(session="s", mode="async", trainers=1, servers=1, tables=(table,), patience=0.2)
     server = ServerProcess(argv([endpoint], 0, join=2.0), tmp_path / "log")
-    link = Link(endpoint)
+    link = ServerChannel(endpoint)
     open_job(link, job)
-    beats = Beats([endpoint], 0, every=0.1)
+    beats = HeartbeatSender([endpoint], 0, every=0.1)
     time.sleep(2.5)  # longer than the silence that ends it
     assert pull(link, IDS).shape == (len(IDS), DIM)
     beats.close()
@@ -163,7 +168,7 @@ def test_beats_keep_a_server_that_nobody_asks_anything_and_silence_ends_it(tmp_p
 def test_a_server_that_is_told_to_end_keeps_its_state(tmp_path: Path):
     endpoint, state, job = free_endpoint(), tmp_path / "state", job_of(1)
     server = ServerProcess(argv([endpoint], 0, state), tmp_path / "log")
-    link = Link(endpoint, hello=hello_again(job, 0), timeout=30)
+    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=30)
     open_job(link, job)
     grads = np.ones((len(IDS), DIM), np.float32)
     first = pull(link, IDS).copy()
@@ -194,29 +199,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(given: list[str], line: str, caps
 
 
 def test_a_port_that_is_taken_is_one_line():
-    first = Server("127.0.0.1:0", lambda frame, gone: Frame({}))
+    first = FlightServer("127.0.0.1:0", lambda frame, gone: WireMessage({}))
     line = (
         r"^endpoint 127.0.0.1:\d+: the port is in use by another program; choose a free one, the same in every list of"
     )
     with pytest.raises(UsageError, match=line):
-        Server(first.endpoint, lambda frame, gone: Frame({}))
+        FlightServer(first.endpoint, lambda frame, gone: WireMessage({}))
     for endpoint, line in (
         ("192.0.2.1:7", "no interface of this host has"),
         ("no-such-host.invalid:7", "; use a free"),
     ):
         with pytest.raises(UsageError, match=f"^endpoint {endpoint}: .*{line}"):
-            Server(endpoint, lambda frame, gone: Frame({}), Security(token="secret"))
+            FlightServer(endpoint, lambda frame, gone: WireMessage({}), Security(token="secret"))
     assert first.close()
 
 
 def test_servers_ask_each_other_and_do_without_one_that_is_gone():
-    server = Server("127.0.0.1:0", lambda frame, gone: Frame({"ok": True, "twice": 2 * frame.head["n"]}))
-    peers = Peers([server.endpoint, free_endpoint()], OPEN, patience=0.3)
-    assert [peers.ask(0, Frame({"op": "x", "n": n})).head["twice"] for n in range(3)] == [0, 2, 4]
+    server = FlightServer("127.0.0.1:0", lambda frame, gone: WireMessage({"ok": True, "twice": 2 * frame.head["n"]}))
+    peers = ServerPeers([server.endpoint, free_endpoint()], OPEN, patience=0.3)
+    assert [peers.ask(0, WireMessage({"op": "x", "n": n})).head["twice"] for n in range(3)] == [0, 2, 4]
     for _ in range(2):  # lost once is not lost for ever
         with pytest.raises(PeerLost, match=r"^server 1 at .* has not answered for 0.3 s"):
-            peers.ask(1, Frame({"op": "x", "n": 1}))
-    assert peers.ask(0, Frame({"op": "x", "n": 9})).head["twice"] == 18
+            peers.ask(1, WireMessage({"op": "x", "n": 1}))
+    assert peers.ask(0, WireMessage({"op": "x", "n": 9})).head["twice"] == 18
     peers.close()
     assert server.close()
 
@@ -224,18 +229,18 @@ def test_servers_ask_each_other_and_do_without_one_that_is_gone():
 def test_a_server_writes_down_what_it_holds_and_moves(tmp_path: Path):
     endpoint, job = free_endpoint(), job_of(1, trainers=2)
     server = ServerProcess(argv([endpoint], 0, trainers=2), tmp_path / "log", ECHELON_LOG_DIR=str(tmp_path))
-    link = Link(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
+    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
     open_job(link, job)
-    link.call(Frame({"op": "hello", "worker": 1, "session": job.session}))
+    link.call(WireMessage({"op": "hello", "worker": 1, "session": job.session}))
     grads = np.ones((len(IDS), DIM), np.float32)
     for worker in (0, 1):
         pull(link, IDS, worker=worker)
         push(link, IDS, grads, 0, worker)  # made from version 0, so the second one is a version late
     for worker in (0, 1):
-        link.call(Frame({"op": "leave", "worker": worker}))
+        link.call(WireMessage({"op": "leave", "worker": worker}))
     link.close()
     assert server.wait() == 0
-    last = reader(tmp_path).servers[0][-1]
+    last = read(tmp_path).servers[0][-1]
     assert (last.rows, last.pulls, last.pushes) == ({"t": len(IDS)}, 2, 2)
     assert (last.staleness_mean, last.staleness_max) == (0.5, 1)
     assert last.bytes_in >= 2 * (IDS.nbytes + IDS.nbytes + grads.nbytes)  # two pulls, two pushes

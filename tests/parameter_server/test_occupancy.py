@@ -16,34 +16,39 @@ import echelon
 from echelon.base.errors import EchelonError
 from echelon.nn import SparseEmbedding
 from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
-from echelon.parameter_server.server.shard import Shard
-from echelon.parameter_server.worker.client import Client, Share, Update
-from echelon.parameter_server.worker.in_process import DirectLink
+from echelon.parameter_server.server.shard import ServerShard
+from echelon.parameter_server.worker.client import IdPartition, ParameterServerClient, WorkerUpdate
+from echelon.parameter_server.worker.in_process import InProcessChannel
 
 CAPACITY = 200
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 3 * CAPACITY)
 
 
-def workers_of(servers: int, on_full: str, mode: str = "sync", count: int = 1) -> tuple[list[Shard], list[Client]]:
+def workers_of(
+    servers: int, on_full: str, mode: str = "sync", count: int = 1
+) -> tuple[list[ServerShard], list[ParameterServerClient]]:
     table = TableSpec(name="t", dim=2, capacity=CAPACITY, on_full=on_full)
     job = JobSpec(session="s", mode=mode, trainers=count, servers=servers, tables=(table,))
-    shards = [Shard(index, servers) for index in range(servers)]
-    clients = [Client([DirectLink(shard.handle) for shard in shards], job, worker) for worker in range(count)]
+    shards = [ServerShard(index, servers) for index in range(servers)]
+    clients = [
+        ParameterServerClient([InProcessChannel(shard.handle) for shard in shards], job, worker)
+        for worker in range(count)
+    ]
     for client in clients:
         client.open()
     clients[0].begin([np.empty(0, np.float32)] * servers)
     return shards, clients
 
 
-def train(client: Client, ids: np.ndarray) -> None:
+def train(client: ParameterServerClient, ids: np.ndarray) -> None:
     """One step, with the question after it."""
-    share = Share.of(ids, len(client.links))
-    client.push(Update(weight=1.0, tables={"t": (share, np.ones((len(ids), 2), np.float32))}))
+    share = IdPartition.of(ids, len(client.links))
+    client.push(WorkerUpdate(weight=1.0, tables={"t": (share, np.ones((len(ids), 2), np.float32))}))
     client.settle()
     client.pull({}, step=client.seq).wait()
 
 
-def rows(shards: list[Shard]) -> int:
+def rows(shards: list[ServerShard]) -> int:
     return sum(len(shard.tables["t"]) for shard in shards)
 
 

@@ -11,7 +11,7 @@ from shards import DIMS, SHAPES, Batch, Clock, Worker, job, started, sync_step
 from test_shard_parity import OneProcess, Rows, plain_sgd
 
 from echelon.base.errors import EchelonError
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.strategy.table_rules import Adagrad, Sgd
 
 #: Where worker 1 dies in its step, as calls of the servers that it still makes.
@@ -188,7 +188,7 @@ def test_a_client_that_hangs_up_stops_waiting():
     servers, workers = started(job(1, 2))
     workers[0].step(batch(0, 0))
     head = {"op": "pull", "worker": 0, "step": 1, "tables": {}, "dense": False}
-    answer = servers.shards[0].handle(Frame(head, []), lambda: True)
+    answer = servers.shards[0].handle(WireMessage(head, []), lambda: True)
     assert answer.head["error"] == "worker 0 hung up while it waited for step 1"
 
 

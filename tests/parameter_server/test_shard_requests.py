@@ -11,9 +11,9 @@ from shards import DIMS, SHAPES, VOCABULARY, Batch, Servers, Worker, carried, jo
 
 from echelon.base.errors import EchelonError
 from echelon.parameter_server.protocol.job_spec import DenseRule, TableSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
-from echelon.parameter_server.table import Rows
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
+from echelon.parameter_server.table import BucketRows
 from echelon.strategy.table_rules import Adagrad, Adam
 
 NAN = float("nan")
@@ -26,7 +26,7 @@ def good_push(worker, server=0):
 
 
 def error_of(shard, head, arrays=()):
-    answer = shard.handle(Frame(head, list(arrays)))
+    answer = shard.handle(WireMessage(head, list(arrays)))
     assert "\n" not in answer.head["error"]
     return answer.head["error"]
 
@@ -110,7 +110,7 @@ def test_random_nonsense_is_always_answered_and_leaves_the_shard_working():
         op = draw.choice([o for o in operations if o not in ("leave", "join", "fence", "drop", "enter", "new_pass")])
         mad = {**head, "op": op} | {draw.choice(keys): draw.choice(values) for _ in range(draw.randrange(1, 4))}
         mixed = draw.sample([*arrays, np.zeros(3, np.uint8)], draw.randrange(4))
-        answer = shard.handle(carried(Frame(mad, mixed)), lambda: True)
+        answer = shard.handle(carried(WireMessage(mad, mixed)), lambda: True)
         assert ("error" in answer.head) != ("ok" in answer.head)
         refused += "error" in answer.head
         taken += answer.head.get("duplicate") is False
@@ -130,7 +130,7 @@ def test_workers_must_agree_on_the_job():
 
 
 def test_jobs_that_cannot_be_are_refused():
-    shard = Shard(0, 2)
+    shard = ServerShard(0, 2)
     cases = [
         (job(1, 1), "a job for 1 servers came to one of 2"),
         (
@@ -144,7 +144,7 @@ def test_jobs_that_cannot_be_are_refused():
     for spec, line in cases:
         assert line in error_of(shard, {"op": "open", "worker": 0, "job": spec.to_json()})
     assert "'push' has no meaning; open one first" in error_of(shard, {"op": "push", "worker": 0})
-    assert shard.handle(Frame({"op": "hello", "worker": 0})).head["opened"] is False
+    assert shard.handle(WireMessage({"op": "hello", "worker": 0})).head["opened"] is False
 
 
 def test_another_session_begins_from_nothing():
@@ -186,15 +186,15 @@ def test_the_last_two_states_of_a_worker_are_kept():
 
 
 def test_a_serving_shard_answers_reads_only():
-    shard = Shard(0, 1, read_only=True)
+    shard = ServerShard(0, 1, read_only=True)
     shard.install(job(1, 1, blocks=()))
     head = {"op": "pull", "worker": -1, "step": 0, "tables": {"users": 2}, "peek": True}
-    rows = shard.handle(Frame(head, [VOCABULARY[:2]])).arrays[0].reshape(2, -1)
+    rows = shard.handle(WireMessage(head, [VOCABULARY[:2]])).arrays[0].reshape(2, -1)
     np.testing.assert_array_equal(rows, shard.tables["users"].pull(VOCABULARY[:2]))
     assert error_of(shard, {**head, "peek": False}, [VOCABULARY[:2]]) == "server 0 only serves: pull with peek"
     for op in ("push", "begin", "open", "leave", "save", "load", "join", "drop"):
         assert f"only serves: '{op}' is refused" in error_of(shard, {"op": op, "worker": 0})
-    assert shard.handle(Frame({"op": "stats", "worker": -1})).head["lsn"] == 0
+    assert shard.handle(WireMessage({"op": "stats", "worker": -1})).head["lsn"] == 0
 
 
 class Notes:
@@ -272,7 +272,7 @@ def test_changes_played_again_give_the_same_bits(mode):
     spec = job(2, 2, mode, Adam(lr=0.01), DENSE, staleness=99)
     notes = Notes()
     servers = eventful(spec, notes)
-    again = Shard(0, 2)
+    again = ServerShard(0, 2)
     again.install(spec)
     for frame in notes.frames:
         again.apply(frame)
@@ -306,12 +306,12 @@ def test_a_replay_upon_buckets_of_different_moments_gives_the_same_bits(mode, on
             for bucket in table.buckets:
                 if bucket not in floors[name] and (draw.random() < 0.2 or moment == 29):
                     floors[name][bucket] = shard.lsn
-                    saved[name, bucket] = Rows(*(array.copy() for array in table.rows_of(bucket)))
+                    saved[name, bucket] = BucketRows(*(array.copy() for array in table.rows_of(bucket)))
         if "dense" not in saved and (draw.random() < 0.2 or moment == 29):
             saved["dense"], saved["dense_lsn"] = shard.dense.to_arrays(), shard.lsn
 
     servers = eventful(spec, notes, save)
-    again = Shard(0, 2)
+    again = ServerShard(0, 2)
     again.install(spec)
     for name, table in again.tables.items():
         for bucket in table.buckets:
@@ -389,7 +389,7 @@ def test_dense_state_comes_back_for_every_optimizer():
         for step in range(3):
             worker.step(Batch(step, 4))
         own = servers.shards[0].dense
-        again = Shard(0, 1)
+        again = ServerShard(0, 1)
         again.install(spec)
         again.dense.from_arrays({name: array.copy() for name, array in own.to_arrays().items()})
         gradient = np.random.default_rng(0).normal(size=own.size).astype(np.float32)

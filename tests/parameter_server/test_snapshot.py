@@ -5,12 +5,12 @@ import time
 
 import numpy as np
 import pytest
-from kept_shard import Keeping, make_job, numbers_of, opened, push, received, state_of, trained
+from kept_shard import PersistenceSettings, make_job, numbers_of, opened, push, received, state_of, trained
 
 from echelon.base.errors import CheckpointError
 from echelon.parameter_server.persistence.restore import Manifest
-from echelon.parameter_server.persistence.snapshot import merged
-from echelon.parameter_server.table import Rows
+from echelon.parameter_server.persistence.snapshot import merge_delta_rows
+from echelon.parameter_server.table import BucketRows
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "bounded", "geo"])
@@ -68,7 +68,7 @@ def test_an_evicting_table_is_restored_with_the_rows_it_had(tmp_path):
 
 
 def test_without_a_journal_the_state_is_that_of_the_last_snapshot(tmp_path):
-    job = make_job(keeping=Keeping(journal=False, snapshot_every=3600.0))
+    job = make_job(keeping=PersistenceSettings(journal=False, snapshot_every=3600.0))
     shard = opened(job, directory=tmp_path)
     for number in range(25):
         push(shard, number)
@@ -171,12 +171,14 @@ def test_another_session_takes_the_place_of_a_job_whose_snapshot_is_under_way(tm
 
 def test_merged_rows_are_those_of_the_later_delta():
     def rows(ids, value, removed=()):
-        return Rows(np.array(ids, np.int64), np.full((len(ids), 2), value, np.uint32), np.array(removed, np.int64))
+        return BucketRows(
+            np.array(ids, np.int64), np.full((len(ids), 2), value, np.uint32), np.array(removed, np.int64)
+        )
 
-    found = merged(merged(rows([1, 2, 3], 7), rows([2, 4], 8, [3])), rows([3], 9, [4]))
+    found = merge_delta_rows(merge_delta_rows(rows([1, 2, 3], 7), rows([2, 4], 8, [3])), rows([3], 9, [4]))
     assert dict(zip(found.ids.tolist(), found.records[:, 0].tolist(), strict=True)) == {1: 7, 2: 8, 3: 9}
     assert found.removed.tolist() == [4]
-    assert merged(None, rows([1], 1)).ids.tolist() == [1]
+    assert merge_delta_rows(None, rows([1], 1)).ids.tolist() == [1]
 
 
 @pytest.mark.parametrize("there", ["snapshot", "manifest", "journal"])

@@ -8,12 +8,12 @@ import pytest
 from kept_shard import PARAMETERS, ask, make_job, numbers_of, opened, push, state_of, trained
 
 from echelon.base.errors import CheckpointError
-from echelon.parameter_server.persistence.checkpoint import Saved, load_into, locate
-from echelon.parameter_server.persistence.persistence import Keeper
+from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, load_into, locate
+from echelon.parameter_server.persistence.persistence import ShardPersistence
 from echelon.parameter_server.protocol.hashing import bucket_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS, DenseRule, job_from_json
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.shard import ServerShard
 from echelon.parameter_server.table import Table
 
 
@@ -71,7 +71,7 @@ def test_another_number_of_servers_goes_on_with_the_same_numbers(tmp_path, befor
     save(one, tmp_path / "ckpt", step=12)
     loaded = shards_of(job_of(after), tmp_path / "b")
     assert load(loaded, tmp_path / "ckpt") == [12] * after
-    served = [Shard(server, after) for server in range(after)]  # as servers that keep nothing
+    served = [ServerShard(server, after) for server in range(after)]  # as servers that keep nothing
     for shard in served:
         ask(shard, {"op": "open", "worker": 0, "job": job_of(after).to_json()})
         assert load_into(shard, tmp_path / "ckpt") == 12
@@ -140,7 +140,7 @@ def test_saves_while_pushes_come_keep_every_record_whole(tmp_path):
     shard.keeper._held = interrupted
     _save_all(shard, tmp_path / "ckpt")
     versions = set()
-    with Saved(tmp_path / "ckpt") as saved:
+    with ServerCheckpoint(tmp_path / "ckpt") as saved:
         for name in straight.tables:
             for rows in saved.buckets(name):
                 for id_, record in zip(rows.ids.tolist(), map(bytes, rows.records), strict=True):
@@ -215,7 +215,7 @@ def test_an_incomplete_or_damaged_checkpoint_is_refused_and_changes_nothing(tmp_
 
 
 def _frame(path):
-    return Frame({"op": "load", "worker": 0, "path": str(path)})
+    return WireMessage({"op": "load", "worker": 0, "path": str(path)})
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path):
@@ -239,7 +239,7 @@ def test_the_highest_complete_step_below_a_directory_is_found(tmp_path):
     assert locate(tmp_path / "run") == tmp_path / "run" / "step-20" / "servers"
     assert locate(tmp_path / "run" / "step-5" / "servers") == tmp_path / "run" / "step-5" / "servers"
     with pytest.raises(CheckpointError, match="no checkpoint of servers"):
-        Saved(locate(tmp_path / "a"))
+        ServerCheckpoint(locate(tmp_path / "a"))
 
 
 def test_saving_and_loading_need_little_memory_beside_the_table(tmp_path):
@@ -264,7 +264,7 @@ def test_saving_and_loading_need_little_memory_beside_the_table(tmp_path):
 
 def test_tables_without_dense_blocks_are_saved_and_loaded(tmp_path):
     job = dataclasses.replace(job_of(1), blocks=(), dense=DenseRule())
-    shards = [Shard(0, 1, keep=lambda s, d=d: Keeper(s, tmp_path / d, job.keeping)) for d in "ab"]
+    shards = [ServerShard(0, 1, keep=lambda s, d=d: ShardPersistence(s, tmp_path / d, job.keeping)) for d in "ab"]
     for shard in shards:
         ask(shard, {"op": "open", "worker": 0, "job": job.to_json()})
     ids = np.arange(100)

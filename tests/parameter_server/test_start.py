@@ -23,10 +23,10 @@ from serving_process import ServerProcess
 
 import echelon
 from echelon.base.errors import EchelonError, PeerLost
-from echelon.parameter_server.protocol.channel import Link
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.channel import ServerChannel
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker import session
-from echelon.parameter_server.worker.client import Client
+from echelon.parameter_server.worker.client import ParameterServerClient
 
 STEPS = 4
 
@@ -63,7 +63,7 @@ def train_with_break(endpoint: str, before: str, mark: Path) -> Any:
         while mark.exists():
             time.sleep(0.02)
 
-    class Breakpoint(Client):
+    class Breakpoint(ParameterServerClient):
         def open(self) -> None:
             stop() if before == "open" else None
             super().open()
@@ -73,7 +73,7 @@ def train_with_break(endpoint: str, before: str, mark: Path) -> Any:
             super().begin(dense)
             stop() if before == "step" else None
 
-    session.Client = Breakpoint  # type: ignore[misc]
+    session.ParameterServerClient = Breakpoint  # type: ignore[misc]
     be_worker(endpoint)
     try:
         return train()
@@ -151,17 +151,17 @@ def test_another_program_at_the_servers_port_is_told_from_a_server() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         links = [  # the one that answers is told apart at once: it will not become a server
-            Link("{}:{}".format(*one.getsockname()), join=join, name="server 0")
+            ServerChannel("{}:{}".format(*one.getsockname()), join=join, name="server 0")
             for one, join in ((silent, 1.0), (http, 60.0))
         ]
         with pytest.raises(
             EchelonError, match=r"^server 0 at .* is no parameter server: another program has that port"
         ):
-            links[1].call(Frame({"op": "hello"}))
+            links[1].call(WireMessage({"op": "hello"}))
         with pytest.raises(
             PeerLost, match=r"has not come within 1 s \(what listens there does not answer: another pro"
         ):
-            links[0].call(Frame({"op": "hello"}))
+            links[0].call(WireMessage({"op": "hello"}))
         for link in links:
             link.close()
 

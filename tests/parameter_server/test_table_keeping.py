@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from echelon.base.errors import EchelonError, MismatchError, UsageError
 from echelon.parameter_server.protocol.hashing import bucket_of, mix_all
 from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, TableSpec
-from echelon.parameter_server.table import Rows, Table
+from echelon.parameter_server.table import BucketRows, Table
 from echelon.parameter_server.table.records import COUNT, WAITING
 from echelon.strategy.table_rules import Adagrad, Sgd
 
@@ -334,7 +334,7 @@ def test_a_dropped_bucket_is_empty_and_can_be_filled_again() -> None:
         (lambda rows: rows._replace(removed=rows.ids - 1), "ids of other buckets"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(change: Callable[[Rows], Rows], told: str) -> None:
+def test_rows_that_do_not_fit_are_refused(change: Callable[[BucketRows], BucketRows], told: str) -> None:
     table = table_of()
     push(table, range(5000))
     rows = table.rows_of(3)

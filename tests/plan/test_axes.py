@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.base.errors import UsageError
-from echelon.base.mesh import coordinates, lines
+from echelon.base.mesh import coordinates, rank_groups
 from echelon.plan.axes import find_axes
 from echelon.strategy.annotations.marks import Pipeline
 
@@ -48,10 +48,10 @@ def test_what_cannot_be_says_what_would(asked: tuple[int, Pipeline | None, bool,
 
 def test_neighbours_split_and_far_ranks_replicate() -> None:
     mesh = {"replicate": 2, "stage": 2, "split": 2}
-    assert lines(mesh, (), ("split",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert lines(mesh, (), ("stage",)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert lines(mesh, (), ("replicate", "split")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert rank_groups(mesh, (), ("split",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert rank_groups(mesh, (), ("stage",)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert rank_groups(mesh, (), ("replicate", "split")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert coordinates(mesh, (), 5) == {"replicate": 1, "stage": 0, "split": 1}
     order = (7, 6, 5, 4, 3, 2, 1, 0)
-    assert lines(mesh, order, ("split",))[0] == [7, 6]
+    assert rank_groups(mesh, order, ("split",))[0] == [7, 6]
     assert coordinates(mesh, order, 7) == {"replicate": 0, "stage": 0, "split": 0}

@@ -19,7 +19,7 @@ from echelon.base.errors import UsageError
 from echelon.parallel.objective import Objective
 from echelon.plan.partition import balance_stages, count_operations, find_units
 from echelon.plan.pytree import take_apart
-from echelon.plan.stage_trace import Recording, record
+from echelon.plan.stage_trace import StageTrace, record
 
 torch.set_num_threads(1)
 
@@ -31,7 +31,7 @@ def linear() -> nn.Linear:
 X, Y = torch.arange(12.0).view(3, 4), torch.ones(3, 4)
 
 
-def recorded(model: nn.Module, units: dict[str, int], batch: Any = (X, Y), loss: Any = F.mse_loss) -> Recording:
+def recorded(model: nn.Module, units: dict[str, int], batch: Any = (X, Y), loss: Any = F.mse_loss) -> StageTrace:
     return record(Objective(model, loss, None, CPU), model, batch, units)
 
 
@@ -52,7 +52,7 @@ class Net(nn.Module):
 ABC = {"a": 0, "b": 1, "c": 2}
 
 
-def edges(recording: Recording) -> set[tuple[str, int, int]]:
+def edges(recording: StageTrace) -> set[tuple[str, int, int]]:
     return {(one.key, one.source, one.target) for one in recording.transfers}
 
 
@@ -153,7 +153,7 @@ def test_a_recording_survives_json() -> None:
         "kept": [list(keys) for keys in recording.kept],
         "written": [],
     }
-    assert build(Recording, plain) == recording
+    assert build(StageTrace, plain) == recording
 
 
 # ---- nothing is left behind ----

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from echelon.base.errors import UsageError
-from echelon.parallel.pipeline.comm_plan import Message, Route, Transfer
+from echelon.parallel.pipeline.comm_plan import CommPlan, StageMessage, StageTransfer
 from echelon.plan.schedule import Action, Schedule, forward_only, make_schedule
 from echelon.plan.simulate import Deadlock, Simulation, simulate
 from echelon.strategy.annotations.marks import ScheduleName
@@ -221,11 +221,11 @@ def test_ranks_that_take_part_in_messages_in_order_never_wait_in_a_circle(
     schedule = make(name, ranks, micros)
     stages = ranks * (2 if name == "interleaved" else 1)
     edges = [(s, t) for s in range(stages) for t in range(s + 1, stages) if t == s + 1 or random.random() < 0.3]
-    routes = [Route(schedule, [Transfer(f"{s}.{t}", s, t) for s, t in edges], place) for place in range(ranks)]
+    routes = [CommPlan(schedule, [StageTransfer(f"{s}.{t}", s, t) for s, t in edges], place) for place in range(ranks)]
     queues = [
         [m for m in route.order if place in (route.sender(m), route.receiver(m))] for place, route in enumerate(routes)
     ]
-    acted, done = [0] * ranks, set[Message]()
+    acted, done = [0] * ranks, set[StageMessage]()
     moved = True
     while moved:
         moved = False

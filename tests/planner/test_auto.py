@@ -213,8 +213,8 @@ def test_a_trial_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.
     sleeper = write(tmp_path / "sleeper.py", "import time\ntime.sleep(600)\n")
     world = World(ALONE, torch.device("cpu"), "none", 0, 10.0, None)
     plan = SavedPlan(draft=Draft(batch=2), units=(("",),))
-    with trial._Crew(world, trial.Script("script", str(sleeper), (tmp_path.name,))) as crew:
-        assert crew.tried(plan) == trial.Outcome(None, "not done after 1 s")
+    with trial._TrialRunner(world, trial.TrialScript("script", str(sleeper), (tmp_path.name,))) as crew:
+        assert crew.tried(plan) == trial.TrialOutcome(None, "not done after 1 s")
     assert processes_with(tmp_path.name) == []
 
 

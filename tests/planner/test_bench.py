@@ -24,9 +24,9 @@ from echelon.cli.commands.bench import bench
 from echelon.planner.cluster.bench_file import default_path
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.detect import cores, processor
-from echelon.planner.cluster.devices import CATALOGUE
+from echelon.planner.cluster.device_catalog import CATALOGUE
 from echelon.tools.bench import ranks as crew
-from echelon.tools.bench.figures import alpha_beta, rising
+from echelon.tools.bench.fit_figures import alpha_beta, rising
 from echelon.tools.bench.overlap import hidden_part
 from echelon.tools.bench.ranks import run_ranks
 

@@ -10,15 +10,15 @@ import pytest
 from test_plan_command import echelon
 
 from echelon.plan.draft import Draft
-from echelon.plan.saved_plan import Predicted, SavedPlan
+from echelon.plan.saved_plan import SavedPlan, SavedPrediction
 
 PIPELINE = Draft(batch=64, replicate=2, stage=2, cuts=(3,), micro_batches=8, schedule="1f1b")
 SHARDED = Draft(batch=64, replicate=4, shard=1, recompute=(True,))
 
 
-def predicted(parts: dict[str, float], *kinds: dict[str, float]) -> Predicted:
+def predicted(parts: dict[str, float], *kinds: dict[str, float]) -> SavedPrediction:
     totals = tuple(sum(each.values()) for each in kinds)
-    return Predicted(seconds=sum(parts.values()), parts=parts, memory=totals, limit=80e9, kinds=kinds)
+    return SavedPrediction(seconds=sum(parts.values()), parts=parts, memory=totals, limit=80e9, kinds=kinds)
 
 
 SLOW = predicted(
@@ -29,7 +29,7 @@ SLOW = predicted(
 QUICK = predicted({"compute": 0.080, "recompute": 0.010, "host": 0.002}, {"parameters": 4e9, "activations": 2e9})
 
 
-def saved(path: Path, draft: Draft, told: Predicted | None, **others: Any) -> str:
+def saved(path: Path, draft: Draft, told: SavedPrediction | None, **others: Any) -> str:
     values: dict[str, Any] = {"units": tuple((f"layers.{at}",) for at in range(6)), "name": "net", "cluster": "4xA100"}
     SavedPlan(draft=draft, predicted=told, **(values | others)).save(path)
     return str(path)

@@ -9,12 +9,12 @@ import pytest
 
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.cost.collectives import Group, seconds, send_seconds
+from echelon.planner.cost.collective_costs import CommGroup, seconds, send_seconds
 from echelon.planner.cost.compute import kernel_seconds, tile_part, unit_seconds
-from echelon.planner.cost.fit import Constant, fit, minimize
+from echelon.planner.cost.fit_constants import FittedConstant, fit, minimize
 from echelon.planner.cost.placement import place
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.model_costs import Kernel, Pass, Unit
+from echelon.planner.model_costs import Kernel, ModelUnit, UnitPass
 
 FLAT = ((1.0, 0.5), (1e15, 0.5))
 DEVICE = Device(
@@ -55,45 +55,45 @@ def test_a_product_that_fills_a_wave_and_a_bit_takes_two() -> None:
 
 
 def test_a_unit_adds_up_its_launches_and_fusing_leaves_a_part_of_the_bytes() -> None:
-    forward = Pass((Kernel("product", 1e9, 1e6), Kernel("pointwise", 0, 1e8, count=3)))
-    backward = Pass((Kernel("product", 1e9, 1e6), Kernel("product", 1e9, 1e6, for_weights=True)))
-    plain = unit_seconds(Unit("unit", forward, backward), DEVICE, ECHELON)
+    forward = UnitPass((Kernel("product", 1e9, 1e6), Kernel("pointwise", 0, 1e8, count=3)))
+    backward = UnitPass((Kernel("product", 1e9, 1e6), Kernel("product", 1e9, 1e6, for_weights=True)))
+    plain = unit_seconds(ModelUnit("unit", forward, backward), DEVICE, ECHELON)
     assert plain.forward == pytest.approx(2e-3 + 3 * 2e-3)
     assert (plain.backward, plain.for_weights) == (pytest.approx(4e-3), pytest.approx(2e-3))
     assert (plain.forward_host, plain.backward_host) == (pytest.approx(4e-5), pytest.approx(2e-5))
-    fused = unit_seconds(Unit("unit", forward, backward), DEVICE, System("fused", pointwise=0.5))
+    fused = unit_seconds(ModelUnit("unit", forward, backward), DEVICE, System("fused", pointwise=0.5))
     assert fused.forward == pytest.approx(2e-3 + 3 * 1e-3)
 
 
 def test_collectives_inside_a_host_have_their_closed_forms() -> None:
-    group = Group(4, INSIDE, NETWORK)
+    group = CommGroup(4, INSIDE, NETWORK)
     assert seconds("all_reduce", 1e8, group) == pytest.approx(2 * 3 / 4 * 1e8 / 1e11)
     assert seconds("all_reduce", 8, group) == pytest.approx(2 * 2 * 1e-6)  # two rounds of a tree, there and back
     halves = seconds("all_gather", 1e8, group) + seconds("reduce_scatter", 1e8, group)
     assert seconds("all_reduce", 1e8, group) == pytest.approx(halves)
-    assert seconds("all_reduce", 1e8, Group(1, INSIDE, NETWORK)) == 0.0
+    assert seconds("all_reduce", 1e8, CommGroup(1, INSIDE, NETWORK)) == 0.0
     assert send_seconds(1e8, INSIDE) == pytest.approx(1e-3 + 1e-6)
 
 
 def test_groups_across_hosts_share_the_network() -> None:
-    one_each = Group(4, INSIDE, NETWORK, hosts=4, sharing=8)
+    one_each = CommGroup(4, INSIDE, NETWORK, hosts=4, sharing=8)
     assert seconds("all_reduce", 1e8, one_each) == pytest.approx(2 * 3 / 4 * 1e8 / (1e10 / 8))
-    whole_hosts = Group(32, INSIDE, NETWORK, hosts=4)
+    whole_hosts = CommGroup(32, INSIDE, NETWORK, hosts=4)
     between = 2 * 3 / 4 * 1e8 / 1e10
     assert seconds("all_reduce", 1e8, whole_hosts) == pytest.approx(between + 2 * 3 * 1e-6)
     ports = Link("eight ports", 1e10, 1e-5, rails=8)
-    lonely = Group(4, INSIDE, ports, hosts=4)
+    lonely = CommGroup(4, INSIDE, ports, hosts=4)
     assert seconds("all_reduce", 1e8, lonely) == pytest.approx(2 * 3 / 4 * 1e8 / (1e10 / 8))
 
 
 def test_measured_tables_come_before_formulas() -> None:
     table = {("all_reduce", 4): ((1e3, 1e-4), (1e6, 1e-3), (1e8, 5e-2))}
-    group = Group(4, Link("measured", 1e11, 1e-6, table), NETWORK)
+    group = CommGroup(4, Link("measured", 1e11, 1e-6, table), NETWORK)
     assert seconds("all_reduce", 10, group) == pytest.approx(1e-4)
     assert seconds("all_reduce", 1e6, group) == pytest.approx(1e-3)
     assert seconds("all_reduce", 50.5e6, group) == pytest.approx((1e-3 + 5e-2) / 2)
     assert seconds("all_reduce", 2e8, group) == pytest.approx(1e-1)
-    more = seconds("all_reduce", 1e8, Group(8, Link("measured", 1e11, 1e-6, table), NETWORK))
+    more = seconds("all_reduce", 1e8, CommGroup(8, Link("measured", 1e11, 1e-6, table), NETWORK))
     assert more == pytest.approx(5e-2 * (7 / 8) / (3 / 4), rel=0.01)
 
 
@@ -131,7 +131,7 @@ def test_the_simplex_finds_a_minimum_and_fitting_finds_constants() -> None:
     assert lowest == pytest.approx([1, -2], abs=1e-3)
     sizes = np.array([1e3, 1e5, 1e7, 1e9])
     measured = 3e-5 + sizes / 2e9
-    known = {"latency": Constant(1e-5, 1.0), "bandwidth": Constant(1e9, 1.0)}
+    known = {"latency": FittedConstant(1e-5, 1.0), "bandwidth": FittedConstant(1e9, 1.0)}
     found = fit(known, lambda c: list(c["latency"] + sizes / c["bandwidth"]), list(measured), 300)
     assert math.isclose(found["latency"], 3e-5, rel_tol=0.02)
     assert math.isclose(found["bandwidth"], 2e9, rel_tol=0.02)

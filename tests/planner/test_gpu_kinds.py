@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.planner.cluster.cluster import Device
 from echelon.planner.cost.compute import kernel_seconds, unit_seconds
 from echelon.planner.cost.system import ECHELON
-from echelon.planner.model_costs import Kernel, Pass, Unit
+from echelon.planner.model_costs import Kernel, ModelUnit, UnitPass
 from echelon.planner.profiling.profile import profile
 from echelon.tools.bench.gpu_figures import gpu_figures
 
@@ -90,8 +90,8 @@ def test_attention_and_convolutions_reach_what_their_sort_does() -> None:
 
 
 def test_batch_norms_that_are_recomputed_have_their_buffers_put_back() -> None:
-    norm = Pass((Kernel("batch_norm", 0.0, 1e6, (4.0, 64.0)),))
-    found = unit_seconds(Unit("n", norm, norm, again=norm), DEVICE, ECHELON)
+    norm = UnitPass((Kernel("batch_norm", 0.0, 1e6, (4.0, 64.0)),))
+    found = unit_seconds(ModelUnit("n", norm, norm, again=norm), DEVICE, ECHELON)
     assert found.replay_host == pytest.approx((1 + 6) * DEVICE.launch)
 
 

@@ -16,7 +16,7 @@ from echelon.base.errors import UsageError
 from echelon.base.quantities import quantity, show
 from echelon.planner.cluster.cluster import Cluster, Link, read_curve
 from echelon.planner.cluster.detect import cores, memory_bytes
-from echelon.planner.cluster.devices import CATALOGUE, RESERVE, find_kind
+from echelon.planner.cluster.device_catalog import CATALOGUE, RESERVE, find_kind
 
 
 @pytest.fixture(autouse=True)

@@ -19,17 +19,17 @@ from torch import nn
 from echelon import cli
 from echelon.base import formatting
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory, Prediction
+from echelon.plan.prediction import PredictedMemory, Prediction
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
-from echelon.planner.plan_search.answer import Answer, Choice
 from echelon.planner.plan_search.search import search
+from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 from echelon.planner.profiling.builders import gpt
 from echelon.planner.profiling.profile import Profile
 from echelon.tools.plan_report import plan_tables, sensitivity
 from echelon.tools.plan_report.model_source import described_batch, mean_of_outputs
-from echelon.tools.plan_report.report import Report
+from echelon.tools.plan_report.report_data import PlanReport
 
 SMALL = "gpt:layers=4,hidden=64,heads=4,sequence=32,vocabulary=500"
 MACHINES, BATCH = "2x2xV100", 32
@@ -65,7 +65,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
 
 
 def test_figures_are_those_of_the_library(planned: tuple[dict[str, Any], Path]) -> None:
-    report, cluster = Report.from_dict(planned[0]), Cluster.parse(MACHINES)
+    report, cluster = PlanReport.from_dict(planned[0]), Cluster.parse(MACHINES)
     assert 1 <= len(report.options) <= 3
     for option in report.options:
         told = predict(small(), cluster, option.draft)
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_library(planned: tuple[dict[str, Any], Path]) 
 
 
 def test_sensitivities_are_searches_on_another_cluster(planned: tuple[dict[str, Any], Path]) -> None:
-    report, cluster = Report.from_dict(planned[0]), Cluster.parse(MACHINES)
+    report, cluster = PlanReport.from_dict(planned[0]), Cluster.parse(MACHINES)
     told = {remark.what: remark for remark in report.sensitivities}
     for what, other, batch in (
         ("twice the network", cluster.with_(network=2.0), BATCH),
@@ -95,7 +95,7 @@ def test_sensitivities_are_searches_on_another_cluster(planned: tuple[dict[str, 
 
 
 def test_the_page_and_the_tables_say_the_same(planned: tuple[dict[str, Any], Path]) -> None:
-    report, page = Report.from_dict(planned[0]), (planned[1] / "page.html").read_text()
+    report, page = PlanReport.from_dict(planned[0]), (planned[1] / "page.html").read_text()
     text = plan_tables.plain(report)
     for told in (str(report.choice.draft), formatting.duration(report.choice.seconds)):
         assert told in text
@@ -109,7 +109,7 @@ def test_a_saved_plan_is_explained_as_it_was_found(planned: tuple[dict[str, Any]
     path = str(planned[1] / "plan.json")
     code, out, err = echelon("plan", "--explain", path, "--json")
     assert code == 0, err
-    before, after = Report.from_dict(planned[0]), Report.from_dict(json.loads(out))
+    before, after = PlanReport.from_dict(planned[0]), PlanReport.from_dict(json.loads(out))
     assert SavedPlan.load(path).draft == before.choice.draft == after.choice.draft
     assert after.choice.prediction == before.choice.prediction
     assert [dataclasses.replace(each, plan="") for each in after.neighbours] == [
@@ -266,12 +266,14 @@ def test_clusters_grow_and_shrink_by_hosts_or_by_devices() -> None:
 def test_when_searches_take_too_long_the_plan_there_is_answers() -> None:
     draft = Draft(batch=8, replicate=4)
 
-    def answered(seconds: float) -> Answer:
-        return Answer((Choice(draft, Prediction(seconds, {}, (Memory(1.0, 1.0, 1.0, 1.0),))),), (), 0, 0.0)
+    def answered(seconds: float) -> SearchResult:
+        return SearchResult(
+            (PlanChoice(draft, Prediction(seconds, {}, (PredictedMemory(1.0, 1.0, 1.0, 1.0),))),), (), 0, 0.0
+        )
 
     choice, cluster = answered(2.0).best[0], Cluster.parse("2x2xV100")
     for costs, against in ((0.0, -0.5), (100.0, -0.25)):
-        ask = sensitivity.Asking(lambda *_: answered(1.0), lambda *_: answered(1.5), costs)
+        ask = sensitivity.SensitivitySearch(lambda *_: answered(1.0), lambda *_: answered(1.5), costs)
         remarks = sensitivity.sensitivities(choice, cluster, ask)
         assert [remark.against for remark in remarks] == pytest.approx([against] * len(remarks))
         assert [size.seconds for size in sensitivity.sizes(choice, cluster, ask)].count(2.0) == 1

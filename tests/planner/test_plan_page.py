@@ -14,26 +14,33 @@ from browser import BROWSER, WORDS
 from harness import LIMIT
 
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory, Prediction
+from echelon.plan.prediction import PredictedMemory, Prediction
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.planner.plan_search.answer import Choice
+from echelon.planner.plan_search.search_result import PlanChoice
 from echelon.tools.html.time_scale import MOST_EVENTS
 from echelon.tools.plan_report import plan_page, plan_tables
-from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Size, Stage
+from echelon.tools.plan_report.report_data import (
+    ClusterFigure,
+    ClusterSummary,
+    PlanAlternative,
+    PlanReport,
+    ScalingPoint,
+    StageUnits,
+)
 
 SECONDS = {"F": 0.010, "B": 0.021, "I": 0.010, "W": 0.011}
 XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
-def choice_of(ranks: int = 4, micro_batches: int = 8, schedule: Any = "1f1b", chunks: int = 1) -> Choice:
+def choice_of(ranks: int = 4, micro_batches: int = 8, schedule: Any = "1f1b", chunks: int = 1) -> PlanChoice:
     stages = ranks * chunks
     durations = {(kind, stage): SECONDS[kind] for kind in "FBIW" for stage in range(stages)}
     timed = simulate(make_schedule(schedule, stages, ranks, micro_batches), durations)  # type: ignore[arg-type]
     busy = max(timed.busy)
     parts = {"compute": 0.75 * busy, "recompute": 0.25 * busy, "bubble": timed.makespan - busy, "split": 0.0}
     parts |= {"gradients": 0.034, "batch norm": 0.002, "update": 0.012}
-    memory = [Memory(9e9, 9e9, 18e9, (ranks - rank) * 3e9, 1e9, 0.4e9, 1e6, 60e9) for rank in range(ranks)]
+    memory = [PredictedMemory(9e9, 9e9, 18e9, (ranks - rank) * 3e9, 1e9, 0.4e9, 1e6, 60e9) for rank in range(ranks)]
     draft = Draft(
         batch=512,
         replicate=2,
@@ -44,40 +51,47 @@ def choice_of(ranks: int = 4, micro_batches: int = 8, schedule: Any = "1f1b", ch
         schedule=schedule,
         recompute=(True,) * stages,
     )
-    return Choice(draft, Prediction(sum(parts.values()), parts, tuple(memory), timed.events))
+    return PlanChoice(draft, Prediction(sum(parts.values()), parts, tuple(memory), timed.events))
 
 
-def report_of(choice: Choice, model: str = "gpt <96 & more>") -> Report:
+def report_of(choice: PlanChoice, model: str = "gpt <96 & more>") -> PlanReport:
     seconds, names = choice.seconds, [f"layers.{place}" for place in range(3 * choice.draft.stages)]
     slower = Prediction(1.07 * seconds, choice.prediction.parts, choice.prediction.memory)
-    return Report(
+    return PlanReport(
         model=model,
         units=len(names),
         weights=1.75e11,
         batch=512,
-        machines=Machines("1x8xH100", "1 host of 8 H100", 8, (Figure("H100", "memory", 60e9, "B", "given"),)),
+        machines=ClusterSummary(
+            "1x8xH100", "1 host of 8 H100", 8, (ClusterFigure("H100", "memory", 60e9, "B", "given"),)
+        ),
         asked={"model": "gpt:layers=96"},
-        options=(choice, Choice(choice.draft.replaced(shard=1), slower)),
+        options=(choice, PlanChoice(choice.draft.replaced(shard=1), slower)),
         stages=tuple(
-            Stage(stage, stage % choice.draft.stage, tuple(names[3 * stage : 3 * stage + 3]), True)
+            StageUnits(stage, stage % choice.draft.stage, tuple(names[3 * stage : 3 * stage + 3]), True)
             for stage in range(choice.draft.stages)
         ),
         neighbours=(
-            Remark("split 8", 1.14 * seconds, 0.14, "all-reduce crosses hosts"),
-            Remark("no recompute", None, None, "stage 0 needs 93 of 60 GB"),
+            PlanAlternative("split 8", 1.14 * seconds, 0.14, "all-reduce crosses hosts"),
+            PlanAlternative("no recompute", None, None, "stage 0 needs 93 of 60 GB"),
         ),
-        approximate=(Remark("amp", 0.59 * seconds, -0.41, "", "bf16"),),
+        approximate=(PlanAlternative("amp", 0.59 * seconds, -0.41, "", "bf16"),),
         sensitivities=(
-            Remark("twice the network", 0.91 * seconds, -0.09, "", "the same plan"),
-            Remark("half the batch", 1.2 * seconds, 0.2, "", "the same plan"),
+            PlanAlternative("twice the network", 0.91 * seconds, -0.09, "", "the same plan"),
+            PlanAlternative("half the batch", 1.2 * seconds, 0.2, "", "the same plan"),
         ),
-        sizes=(Size(4, None, ""), Size(8, seconds, "this"), Size(16, 0.6 * seconds, "that"), Size(32, seconds / 2, "")),
+        sizes=(
+            ScalingPoint(4, None, ""),
+            ScalingPoint(8, seconds, "this"),
+            ScalingPoint(16, 0.6 * seconds, "that"),
+            ScalingPoint(32, seconds / 2, ""),
+        ),
         considered=1234,
         seconds=2.3,
     )
 
 
-def parsed(report: Report) -> ElementTree.Element:
+def parsed(report: PlanReport) -> ElementTree.Element:
     """The page as a tree; that it can be read as XML says that every tag is closed and every figure escaped."""
     return ElementTree.fromstring(plan_page.render(report))
 
@@ -182,7 +196,7 @@ def test_every_picture_has_a_name_and_its_figures_are_in_a_table() -> None:
 
 
 def test_scaling_that_is_perfect_lies_on_the_dashed_line() -> None:
-    sizes = [Size(devices, 8.0 / devices, "") for devices in (2, 4, 8, 16)]
+    sizes = [ScalingPoint(devices, 8.0 / devices, "") for devices in (2, 4, 8, 16)]
     points = plan_page.line(sizes, 8)
     assert [point.y for point in points] == pytest.approx([point.ideal for point in points])
     assert [point.x for point in points] == pytest.approx([8, 36, 64, 92])
@@ -191,15 +205,17 @@ def test_scaling_that_is_perfect_lies_on_the_dashed_line() -> None:
 
 def test_a_plan_without_stages_has_no_schedule_and_one_memory() -> None:
     draft = Draft(batch=64, replicate=8)
-    prediction = Prediction(0.2, {"compute": 0.2}, (Memory(1e9, 1e9, 2e9, 3e9),))
-    root = parsed(report_of(Choice(draft, prediction)))
+    prediction = Prediction(0.2, {"compute": 0.2}, (PredictedMemory(1e9, 1e9, 2e9, 3e9),))
+    root = parsed(report_of(PlanChoice(draft, prediction)))
     assert not [each for each in root.iter(f"{XHTML}section") if each.get("id") == "schedule"]
     assert len(list(section(root, "memory").iter(f"{XHTML}svg"))) == 1
 
 
 def test_where_nothing_fits_the_page_says_what_lacks_least() -> None:
     nearest = choice_of()
-    empty = Report("m", 3, 1e6, 8, Machines("T4", "1 host of 1 T4", 1, ()), {}, (), nearest=nearest, reason="too small")
+    empty = PlanReport(
+        "m", 3, 1e6, 8, ClusterSummary("T4", "1 host of 1 T4", 1, ()), {}, (), nearest=nearest, reason="too small"
+    )
     root = parsed(empty)
     assert root.findtext(f".//{XHTML}h1") == "No plan fits"
     assert "too small" in "".join(root.itertext())
@@ -209,7 +225,7 @@ def test_where_nothing_fits_the_page_says_what_lacks_least() -> None:
 def test_a_report_comes_back_from_json_as_it_was() -> None:
     report = report_of(choice_of(4, 8, "interleaved", 2))
     data = json.loads(json.dumps(report.to_dict()))
-    assert Report.from_dict(data) == report
+    assert PlanReport.from_dict(data) == report
     assert data["options"][0]["prediction"]["memory"][0]["total"] == pytest.approx(9e9 + 9e9 + 18e9 + 12e9 + 1.401e9)
     assert data["options"][0]["samples_per_second"] == pytest.approx(512 / report.choice.seconds)
 

@@ -14,16 +14,16 @@ from planner_memory_worker import measure
 
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory
+from echelon.plan.prediction import PredictedMemory
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
 from echelon.planner.cost.in_flight import moments
-from echelon.planner.cost.rank_memory import fullest
+from echelon.planner.cost.rank_memory import find_peak_moments
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.model_costs import Pass, Sheet, Unit
+from echelon.planner.model_costs import ModelCosts, ModelUnit, UnitPass
 from echelon.planner.profiling.profile import Profile, profile
 
-NONE = Pass(())
+NONE = UnitPass(())
 MB = float(2**20)
 BATCH = 9.0  # bytes of a micro-batch, of which the first unit keeps 5
 
@@ -32,7 +32,7 @@ BATCH = 9.0  # bytes of a micro-batch, of which the first unit keeps 5
 class Model:
     """Units as they are given, whatever the batch is."""
 
-    units: tuple[Unit, ...]
+    units: tuple[ModelUnit, ...]
     name: str = "made up"
     ties: tuple[tuple[int, ...], ...] = ()
     tied: tuple[float, ...] = ()
@@ -44,12 +44,12 @@ class Model:
     def names(self) -> tuple[str, ...]:
         return tuple(unit.name for unit in self.units)
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
         self.asked.append(samples)
-        return Sheet(self.units, samples, split, amp, BATCH, self.tied)
+        return ModelCosts(self.units, samples, split, amp, BATCH, self.tied)
 
 
-def unit(**figures: float) -> Unit:
+def unit(**figures: float) -> ModelUnit:
     """1,000 weights; keeps 50 bytes, 5 of which came in, hands on 7 and needs 20 more in forward, 30 in backward."""
     weights = figures.pop("trained", 1000)
     usual = {
@@ -57,14 +57,14 @@ def unit(**figures: float) -> Unit:
         "saved": 50, "received": 5, "output": 7, "forward_peak": 70, "backward_peak": 30,
         "backward_whole": 30 + 4 * weights,
     }  # fmt: skip
-    return Unit("unit", NONE, NONE, **(usual | figures))
+    return ModelUnit("unit", NONE, NONE, **(usual | figures))
 
 
 FOUR = Model(tuple(unit() for _ in range(4)))
 
 
-def memory(model: Any, draft: Draft, *limits: Any, **options: Any) -> list[Memory]:
-    return [one.memory for one in fullest(model, draft, *limits, **options)]
+def memory(model: Any, draft: Draft, *limits: Any, **options: Any) -> list[PredictedMemory]:
+    return [one.memory for one in find_peak_moments(model, draft, *limits, **options)]
 
 
 def total(model: Model, place: Any = "cpu", optimizer: str = "sgd", **options: Any) -> list[float]:
@@ -223,7 +223,7 @@ def test_the_largest_share_of_an_uneven_batch_counts() -> None:
 
 def test_parts_add_up() -> None:
     for one in memory(FOUR, Draft(batch=8, stage=2, cuts=(1,), schedule="gpipe", micro_batches=4, replicate=2)):
-        assert isinstance(one, Memory)
+        assert isinstance(one, PredictedMemory)
         parts = [getattr(one, part.name) for part in dataclasses.fields(one) if part.name != "limit"]
         assert one.total == pytest.approx(sum(parts))
         assert min(parts) >= 0

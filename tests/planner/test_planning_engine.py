@@ -25,7 +25,7 @@ from echelon.tools.memory_profile import memory_options as memory
 from echelon.tools.memory_profile.footprint_engine import FootprintEngine
 from echelon.tools.plan_report import plan_options as plans
 from echelon.tools.plan_report.make_report import make_report
-from echelon.tools.plan_report.model_source import Source
+from echelon.tools.plan_report.model_source import ModelSource
 from echelon.tools.plan_report.plan_script import ask
 from echelon.tools.plan_report.planning_engine import PlanningEngine
 
@@ -84,8 +84,8 @@ LOOPS = {
 def _answered(room: str, scripts: list[str]) -> list[tuple[Any, Any]]:
     """What each script answers to ``plan`` and to ``memory``."""
     script, question, answer = (Path(room, name) for name in ("train.py", "question.json", "answer.json"))
-    asked = plans.Asked(model=str(script), cluster="2xV100", keep=1).to_dict()
-    weighed = {"footprint": memory.Asked(model=str(script), device="cpu").to_dict()}
+    asked = plans.PlanOptions(model=str(script), cluster="2xV100", keep=1).to_dict()
+    weighed = {"footprint": memory.MemoryOptions(model=str(script), device="cpu").to_dict()}
     found = []
     for text in scripts:
         script.write_text(text)
@@ -163,9 +163,9 @@ def test_plan_counts_the_state_of_any_optimizer(name: str) -> None:
 def test_plan_reckons_with_settings_of_the_scripts_optimizer() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2))
     looked = profile(model, (torch.randn(4, 8), torch.randn(4, 2)), loss=nn.functional.mse_loss, device="cuda")
-    asked = plans.Asked(model="train.py", cluster="V100", optimizer="adamw", keep=1)
+    asked = plans.PlanOptions(model="train.py", cluster="V100", optimizer="adamw", keep=1)
     entries = sum(parameter.numel() for parameter in model.parameters())
     for options, size in (({}, 8), ({"amsgrad": True}, 12)):
-        source = Source(looked, model, torch.optim.AdamW(model.parameters(), **options))
-        report = make_report(asked, asked.machines(), source, plans.Orders())
+        source = ModelSource(looked, model, torch.optim.AdamW(model.parameters(), **options))
+        report = make_report(asked, asked.machines(), source, plans.PlanReportOptions())
         assert report.choice.prediction.memory[0].optimizer == size * entries

@@ -10,9 +10,9 @@ from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PARTS, Prediction
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.cost.predict import Costs, predict
+from echelon.planner.cost.predict import CostModel, predict
 from echelon.planner.cost.system import System
-from echelon.planner.model_costs import Kernel, Message, Pass, Sheet, Unit
+from echelon.planner.model_costs import Kernel, ModelCosts, ModelUnit, SplitCollective, UnitPass
 
 FLAT = ((1.0, 1.0), (1e18, 1.0))
 DEVICE = Device("flat", {"float32": 1e12}, 1e12, 1e12, launch=0.0, floor=0.0, products=FLAT, streams=FLAT, update=1.0)
@@ -40,15 +40,15 @@ class Chain:
 
     def __post_init__(self) -> None:
         self.names = tuple(f"unit {number}" for number in range(self.units))
-        self._sheets: dict[tuple[int, int], Sheet] = {}
+        self._sheets: dict[tuple[int, int], ModelCosts] = {}
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
         if (samples, split) not in self._sheets:
             work = WORK * samples / split
-            exchanged = (Message("all_reduce", self.messages * samples, 2),) if split > 1 else ()
+            exchanged = (SplitCollective("all_reduce", self.messages * samples, 2),) if split > 1 else ()
             back = (Kernel("product", work, 0.0), Kernel("product", work, 0.0, for_weights=True))
-            unit = Unit(
-                *("unit", Pass((Kernel("product", work, 0.0),), exchanged), Pass(back, exchanged)),
+            unit = ModelUnit(
+                *("unit", UnitPass((Kernel("product", work, 0.0),), exchanged), UnitPass(back, exchanged)),
                 weights=WEIGHTS / split,
                 trained=WEIGHTS / split,
                 weight_bytes=4 * WEIGHTS / split,
@@ -56,7 +56,7 @@ class Chain:
                 output=1e6 * samples,
                 norm_statistics=self.statistics,
             )
-            self._sheets[samples, split] = Sheet((unit,) * self.units, samples, split, amp, tied=self.tied)
+            self._sheets[samples, split] = ModelCosts((unit,) * self.units, samples, split, amp, tied=self.tied)
         return self._sheets[samples, split]
 
 
@@ -65,7 +65,7 @@ def one_host(devices: int = 8, kind: Device = DEVICE) -> Cluster:
 
 
 def foretell(model: Chain, draft: Draft, *, cluster: Cluster | None = None, **given: object) -> Prediction:
-    costs = Costs(model, cluster or one_host(), given.pop("system", PLAIN), "sgd")  # type: ignore[arg-type]
+    costs = CostModel(model, cluster or one_host(), given.pop("system", PLAIN), "sgd")  # type: ignore[arg-type]
     return costs.predict(draft, memory=False, **given)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import echelon
 from echelon.parallel.tensor import SplitAxis, apply_split
 from echelon.plan.saved_bytes import SavedBytes
-from echelon.planner.model_costs import Pass, Unit
+from echelon.planner.model_costs import ModelUnit, UnitPass
 from echelon.planner.profiling.builders import bert, gpt, llama
 from echelon.planner.profiling.profile import Profile, profile
 from echelon.planner.profiling.transformers import bert_model, token_loss
@@ -26,7 +26,7 @@ from echelon.planner.profiling.transformers import bert_model, token_loss
 PRODUCTS = ("product", "convolution", "attention")
 
 
-def arithmetic(one: Pass) -> float:
+def arithmetic(one: UnitPass) -> float:
     return sum(kernel.flops * kernel.count for kernel in one.kernels if kernel.kind in PRODUCTS)
 
 
@@ -335,7 +335,7 @@ def send(samples: int, marks: dict[str, Any]) -> tuple[dict[str, int], dict[str,
     return dict(forward.count), dict(backward.count)
 
 
-def messages(units: tuple[Unit, ...], way: str) -> dict[str, int]:
+def messages(units: tuple[ModelUnit, ...], way: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for unit in units:
         for message in getattr(unit, way).messages:

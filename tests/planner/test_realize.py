@@ -19,7 +19,7 @@ from echelon import Strategy, split
 from echelon.base.errors import UsageError
 from echelon.parallel.objective import Objective
 from echelon.plan.draft import Draft
-from echelon.plan.saved_plan import Predicted, SavedPlan, shapes_of
+from echelon.plan.saved_plan import SavedPlan, SavedPrediction, shapes_of
 from echelon.plan.stage_trace import record
 from echelon.planner.apply.realize import draft_of, realize
 
@@ -254,7 +254,7 @@ def test_prediction_is_kept() -> None:
         draft=Draft(batch=4),
         units=UNITS["transformer"],
         model=shapes_of(model),
-        predicted=Predicted(seconds=0.25, parts={"compute": 0.25}, memory=(1e9,), limit=2e9),
+        predicted=SavedPrediction(seconds=0.25, parts={"compute": 0.25}, memory=(1e9,), limit=2e9),
     )
     assert SavedPlan.from_json(plan.to_json()).predicted == plan.predicted
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.planner.profiling.profile import Profile, profile
-from echelon.tools.memory_profile import Job, find_footprint
+from echelon.tools.memory_profile import TrainingJob, find_footprint
 
 TABLES, EACH, WIDTH = 3, 4, 8
 
@@ -47,14 +47,14 @@ def test_samples_are_found_in_any_dimension(kind: str) -> None:
     many, few = looked_at(16, kind), looked_at(6, kind)
     assert [leaf.shape for leaf in many.placeholders(6)[:2]] == [(6, 5), (TABLES, 6)]
     for samples in (6, 16):
-        found = [find_footprint(each, Job(samples=samples), "adagrad") for each in (many, few)]
+        found = [find_footprint(each, TrainingJob(samples=samples), "adagrad") for each in (many, few)]
         assert found[0].peak == found[1].peak
         assert found[0].modules == found[1].modules
 
 
 def test_ragged_indices_stay_as_they_are() -> None:
     assert [len(each) for each in looked_at(16, "ragged").placeholders(16)[2]] == [64, 65, 66]
-    assert find_footprint(looked_at(16, "ragged"), Job(samples=16), "adagrad").peak > 0
+    assert find_footprint(looked_at(16, "ragged"), TrainingJob(samples=16), "adagrad").peak > 0
 
 
 class Rigid(nn.Linear):
@@ -70,7 +70,7 @@ def test_a_model_of_one_size_is_weighed_and_others_are_refused() -> None:
         profile(kind(WIDTH, WIDTH), batch, loss=nn.functional.mse_loss, name=kind.__name__, device="cpu")
         for kind in (Rigid, nn.Linear)
     )
-    found, wanted = (find_footprint(each, Job(samples=8), "adam") for each in (rigid, free))
+    found, wanted = (find_footprint(each, TrainingJob(samples=8), "adam") for each in (rigid, free))
     assert found.peak == wanted.peak
     assert [saving.what for saving in wanted.savings if saving.what.startswith("batch")] == ["batch 4"]
     assert not [saving.what for saving in found.savings if saving.what.startswith("batch")]
@@ -78,7 +78,7 @@ def test_a_model_of_one_size_is_weighed_and_others_are_refused() -> None:
         note.startswith("batch 4 is left out: 'Rigid': its batch of 8 is known as a whole") for note in found.notes
     )
     with pytest.raises(UsageError, match="'Rigid': its batch of 8 is known as a whole only, since the model does not"):
-        find_footprint(rigid, Job(samples=4), "adam")
+        find_footprint(rigid, TrainingJob(samples=4), "adam")
 
 
 def test_a_model_that_fails_on_its_batch_says_so() -> None:

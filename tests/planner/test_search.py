@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.cost.predict import Costs
-from echelon.planner.model_costs import Kernel, Message, Pass, Sheet, Unit
+from echelon.planner.cost.predict import CostModel
+from echelon.planner.model_costs import Kernel, ModelCosts, ModelUnit, SplitCollective, UnitPass
 from echelon.planner.plan_search.meshes import find_micro_batches
-from echelon.planner.plan_search.partition import Room, cut, slowest, sums
 from echelon.planner.plan_search.search import TIE, search
 from echelon.planner.plan_search.shares import share_out
+from echelon.planner.plan_search.stage_partition import StageMemoryLimits, cut, slowest, sums
 
 INSIDE = Link("inside", 100e9, 2e-6)
 NETWORK = Link("network", 10e9, 1e-5)
@@ -41,16 +41,16 @@ class Blocks:
         self.name, self.widths, self.rows, self.splits, self.batch = "blocks", widths, rows, splits, 1
         self.names = tuple(f"layers.{at}" for at in range(len(widths)))
         self.ties: tuple[tuple[int, ...], ...] = ()
-        self._sheets: dict[tuple[int, int, str | None], Sheet] = {}
+        self._sheets: dict[tuple[int, int, str | None], ModelCosts] = {}
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
         key = (samples, split, amp)
         if key not in self._sheets:
             made = {width: self._unit(width, *key) for width in set(self.widths)}
-            self._sheets[key] = Sheet(tuple(made[width] for width in self.widths), samples, split, amp)
+            self._sheets[key] = ModelCosts(tuple(made[width] for width in self.widths), samples, split, amp)
         return self._sheets[key]
 
-    def _unit(self, width: int, samples: int, split: int, amp: str | None) -> Unit:
+    def _unit(self, width: int, samples: int, split: int, amp: str | None) -> ModelUnit:
         rows, kind, size = samples * self.rows, "bfloat16" if amp else "float32", 2 if amp else 4
         edge = float(rows * self.widths[0] * size)
         product = Kernel(
@@ -61,12 +61,12 @@ class Blocks:
             kind,
             2,
         )
-        messages = (Message("all_reduce", edge, 1),) if split > 1 else ()
+        messages = (SplitCollective("all_reduce", edge, 1),) if split > 1 else ()
         weights = 8.0 * width * width / split
-        return Unit(
+        return ModelUnit(
             f"width {width}",
-            Pass((product,), messages),
-            Pass((product, dataclasses.replace(product, for_weights=True)), messages),
+            UnitPass((product,), messages),
+            UnitPass((product, dataclasses.replace(product, for_weights=True)), messages),
             weights=weights,
             trained=weights,
             weight_bytes=4 * weights,
@@ -107,7 +107,7 @@ def test_cuts_have_the_quickest_slowest_stage_of_all_cuts_that_fit(
     fitting = [
         cuts for cuts in every if not limited or all(a <= b for a, b in zip(parts(held, cuts), limits, strict=True))
     ]
-    room = Room([sums(row) for row in held], limits) if limited else None
+    room = StageMemoryLimits([sums(row) for row in held], limits) if limited else None
     found = cut([sums(row) for row in seconds], room)
     if not fitting:
         assert found is None
@@ -181,7 +181,7 @@ def all_drafts(model: Blocks, devices: int, batch: int) -> Iterator[Draft]:
 def test_no_plan_of_a_tiny_model_is_quicker_than_the_one_found(memory: float) -> None:
     model = Blocks((2048, 1024, 2048, 3072), splits=2)
     cluster = machines((2, 2, device(memory=memory)))
-    costs = Costs(model, cluster)
+    costs = CostModel(model, cluster)
     quick = ((costs.predict(draft, simulate=False), draft) for draft in all_drafts(model, 4, 4))
     ranked = sorted(((found.seconds, draft) for found, draft in quick if found.fits), key=lambda pair: pair[0])
     best = min(costs.predict(draft).seconds for _, draft in ranked[:40])
@@ -255,7 +255,7 @@ def test_a_slower_kind_gets_fewer_samples() -> None:
     assert len(best.draft.shares) == 4
     assert sum(best.draft.shares) == 128
     assert best.draft.shares[0] == pytest.approx(3 * best.draft.shares[3], rel=0.15)
-    even = Costs(model, cluster).predict(best.draft.replaced(shares=()))
+    even = CostModel(model, cluster).predict(best.draft.replaced(shares=()))
     assert even.seconds > 1.2 * best.seconds
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.profile import profile
 from echelon.strategy.annotations.marks import Split
-from echelon.tools.memory_profile import Job, find_footprint
+from echelon.tools.memory_profile import TrainingJob, find_footprint
 
 SAMPLES, WIDTH = 4, 8
 
@@ -55,7 +55,7 @@ class Cached(nn.Module):
 def test_a_cache_is_filled_once_by_each_block() -> None:
     model, ids = Cached(), torch.randint(0, 20, (SAMPLES, 6))
     looked = profile(model, (ids,), device="cpu")
-    assert find_footprint(looked, Job(samples=SAMPLES), "adam").peak == _peak_without_likeness(model, ids)
+    assert find_footprint(looked, TrainingJob(samples=SAMPLES), "adam").peak == _peak_without_likeness(model, ids)
     units = looked.sheet(SAMPLES).units
     # the second block runs by itself, since its input has a gradient; the third and fourth are like it
     assert [unit.saved for unit in units[1:]] == [units[1].saved] * 3
@@ -66,7 +66,7 @@ def _peak_without_likeness(model: Cached, ids: Tensor) -> int:
     """Of the same model, whose blocks are told apart by a setting."""
     for at, block in enumerate(model.blocks):
         block.place = at
-    found = find_footprint(profile(model, (ids,), device="cpu"), Job(samples=SAMPLES), "adam").peak
+    found = find_footprint(profile(model, (ids,), device="cpu"), TrainingJob(samples=SAMPLES), "adam").peak
     for block in model.blocks:
         del block.place
     return found
@@ -85,7 +85,7 @@ class Shaped(nn.Module):
 
 def test_lists_among_settings_tell_units_apart() -> None:
     model = nn.Sequential(*(Shaped(shape) for shape in (([1, 2], 3), ([1, 2], 3), ([1, 4], 3), [[1], 2], [[1], 2])))
-    assert Shadow(model, ["0", "1", "2", "3", "4"]).like == {"1": "0", "4": "3"}
+    assert FakeModel(model, ["0", "1", "2", "3", "4"]).like == {"1": "0", "4": "3"}
     looked = profile(model, (torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)), loss=nn.functional.mse_loss)
     assert looked.sheet(SAMPLES).units
 

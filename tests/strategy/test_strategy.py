@@ -22,7 +22,7 @@ from torch import nn
 
 from echelon.base.config import build, strict
 from echelon.base.errors import UsageError
-from echelon.cli.commands.explain import explain_words
+from echelon.cli.commands.explain import run_explain
 from echelon.strategy import (
     AdaptiveLocalSgd,
     Amp,
@@ -38,7 +38,7 @@ from echelon.strategy import (
     Shard,
     Strategy,
 )
-from echelon.strategy.combine import TABLE, Change, Conflict, refuse_conflicts, verdicts
+from echelon.strategy.combine import TABLE, CombinationChange, Conflict, refuse_conflicts, verdicts
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ MARKS = ("split", "pipeline")  # not options: the marks on a model imply them
 PAIRS = [pair for pair in itertools.combinations(ON, 2) if not ON[pair[0]].keys() & ON[pair[1]].keys()]
 
 
-def verdict_on(first: str, second: str) -> Change | Conflict | None:
+def verdict_on(first: str, second: str) -> CombinationChange | Conflict | None:
     return TABLE.get((first, second)) or TABLE.get((second, first))
 
 
@@ -581,10 +581,10 @@ def test_settings_are_enough_and_a_package_may_hold_the_model(tmp_path: Path, mo
     (tmp_path / "netting" / "nets.py").write_text("import torch\n\n\ndef small():\n    return torch.nn.Linear(9, 1)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    said = explain_words(["clip=1e-3", "localsgd.k_steps=4", "localsgd.outer.lr=0.5"], "netting.nets:small", 3, None)
+    said = run_explain(["clip=1e-3", "localsgd.k_steps=4", "localsgd.outer.lr=0.5"], "netting.nets:small", 3, None)
     expected = Strategy(clip=0.001, localsgd=LocalSgd(k_steps=4, outer=Outer(lr=0.5)))
     assert said == expected.explain(nn.Linear(9, 1), ranks=3)
-    assert explain_words([], None, 2, None) == Strategy().explain()
+    assert run_explain([], None, 2, None) == Strategy().explain()
 
 
 MISTAKES = {
@@ -620,7 +620,7 @@ def bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_mistake_on_the_command_line_is_one_line(words: str) -> None:
     settings, _, model = words.partition("--model ")
     with pytest.raises(UsageError, match=re.escape(MISTAKES[words])) as caught:
-        explain_words(settings.split(), model or None, 2, None)
+        run_explain(settings.split(), model or None, 2, None)
     assert "\n" not in str(caught.value)
 
 
@@ -667,7 +667,7 @@ def test_the_documented_clauses_are_the_tables() -> None:
     text = documented()
     for (first, second), verdict in TABLE.items():
         both = f"`{first}` + `{second}`"
-        said = verdict.how if isinstance(verdict, Change) else f"{verdict.why}; {verdict.do}"
+        said = verdict.how if isinstance(verdict, CombinationChange) else f"{verdict.why}; {verdict.do}"
         if second == "adaptive_localsgd" and (first, "localsgd") in TABLE:
             continue  # said once for both
         if second == "auto":  # said once for all

@@ -13,7 +13,7 @@ from echelon.parallel.objective import Objective
 from echelon.parallel.pipeline.stage_modules import keep_only
 from echelon.parallel.pipeline.stage_runner import StageRunner
 from echelon.plan.fake_forward import is_placeholder
-from echelon.plan.stage_trace import Recording, record
+from echelon.plan.stage_trace import StageTrace, record
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class Staged:
         amp: Any = None,
         defer: Any = None,
     ) -> None:
-        self.recording: Recording = record(Objective(model, loss, amp, CPU), model, batch, units)
+        self.recording: StageTrace = record(Objective(model, loss, amp, CPU), model, batch, units)
         self.stages = range(self.recording.stages)
         self.ranks = ranks or [[stage] for stage in self.stages]
         self.models = [copy.deepcopy(model) for _ in self.ranks]

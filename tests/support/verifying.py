@@ -12,8 +12,8 @@ from harness import Died, run_raw
 import echelon
 from echelon.base.environment import VERIFY
 from echelon.tools.verify.float64 import TOLERANCE
-from echelon.tools.verify.messages import Question
-from echelon.tools.verify.verdict import Verdict, judge
+from echelon.tools.verify.verdict import Verdict, compare_runs
+from echelon.tools.verify.verify_request import VerifyRequest
 
 STEPS = 2
 
@@ -24,9 +24,9 @@ def script(question: str, body: Callable[[], None]) -> None:
     body()
 
 
-def recorded(body: Callable[[], None], directory: Path, steps: int = STEPS, wide: bool = False) -> Question:
+def recorded(body: Callable[[], None], directory: Path, steps: int = STEPS, wide: bool = False) -> VerifyRequest:
     directory.mkdir(exist_ok=True)
-    question = Question(str(directory), "plan", steps, wide)
+    question = VerifyRequest(str(directory), "plan", steps, wide)
     ends = run_raw(script, question.ask()[VERIFY], body, ranks=2)
     assert ends == [Died(0)] * 2, ends
     return question
@@ -46,4 +46,4 @@ def verified(body: Callable[[], None], directory: Path, steps: int = STEPS, wide
         alone = dataclasses.replace(alone, passes=passes)
     reference = alone.answered("reference")
     assert reference is not None
-    return judge(plan, reference, TOLERANCE if wide else None)
+    return compare_runs(plan, reference, TOLERANCE if wide else None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.planner.profiling.profile import profile
-from echelon.tools.memory_profile import Job, find_footprint
+from echelon.tools.memory_profile import TrainingJob, find_footprint
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -58,5 +58,5 @@ def test_activations_of_lora_with_a_cache_are_those_of_autograd(make: Callable[[
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    found = find_footprint(profile(model, batch, device="cpu"), Job(samples=SAMPLES), "adamw")
+    found = find_footprint(profile(model, batch, device="cpu"), TrainingJob(samples=SAMPLES), "adamw")
     assert sum(row.activations for row in found.modules) == kept_by_autograd(model, batch)

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.base import network
-from echelon.base.network import Nic, Route, route_to
+from echelon.base.network import NetworkRoute, Nic, route_to
 from echelon.tools.doctor import clock_offset, device_facts, disk, machine
-from echelon.tools.doctor.bounded_check import CheckFailed, bounded, facts_of
-from echelon.tools.doctor.doctor_report import Report
+from echelon.tools.doctor.bounded_check import CheckFailed, facts_of, run_bounded
+from echelon.tools.doctor.doctor_report import DoctorReport
 from echelon.tools.doctor.outliers import slow
 from echelon.tools.doctor.pairs import MOST_STEPS, host_rounds, steps
-from echelon.tools.doctor.reachability import REACHED, Doors, knock_at_all
+from echelon.tools.doctor.reachability import REACHED, ProbeListeners, probe_hosts
 from echelon.tools.doctor.redact import masked, variables
 from echelon.tools.doctor.report_text import WIDTH, text_of
 from echelon.tools.doctor.verdicts import findings
-from echelon.tools.doctor.wrong_nic import GLOO, NCCL, Choice, Standing, gloo_choice, judge, nccl_choice
+from echelon.tools.doctor.wrong_nic import GLOO, NCCL, HostNics, NicChoice, find_nic_problems, gloo_choice, nccl_choice
 
 LO, ETH, DOCKER = (
     Nic("lo", "127.0.0.1", True, 65536, None),
@@ -32,8 +32,8 @@ NICS = [LO, DOCKER, ETH]
 GIB = 2.0**30
 
 
-def standing(name: str, choice: Choice) -> Standing:
-    return Standing(name, NICS, [choice])
+def standing(name: str, choice: NicChoice) -> HostNics:
+    return HostNics(name, NICS, [choice])
 
 
 def answers(**wrong: str) -> dict[str, str]:
@@ -49,21 +49,21 @@ def test_an_interface_that_the_others_cannot_reach_is_named_with_the_one_that_th
         1: standing("b", nccl_choice({NCCL: "docker0"}, NICS)),
     }
     knocks = {0: {1: answers()}, 1: {0: answers()}}
-    [found] = judge(hosts, knocks, [GLOO, NCCL])
+    [found] = find_nic_problems(hosts, knocks, [GLOO, NCCL])
     assert found.sentence == (
         "host b: NCCL_SOCKET_IFNAME=docker0 (172.17.0.1) cannot be reached from host a; the interface that can is eth0 "
         "(10.0.0.2): export NCCL_SOCKET_IFNAME=eth0, or echelon run --nic eth0. This is the hang at the first "
         "collective"
     )
     assert found.wrong
-    [unused] = judge(hosts, knocks, [GLOO])  # no rank has a GPU
+    [unused] = find_nic_problems(hosts, knocks, [GLOO])  # no rank has a GPU
     assert not unused.wrong
     assert unused.sentence.endswith("; this job does not use NCCL")
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
     hosts = {0: standing("a", gloo_choice({GLOO: "ib7"}, NICS, None))}
-    [found] = judge(hosts, {}, [GLOO])
+    [found] = find_nic_problems(hosts, {}, [GLOO])
     assert found.wrong
     assert "host a: GLOO_SOCKET_IFNAME=ib7 names no interface that is there and up; there are lo" in found.sentence
 
@@ -71,7 +71,9 @@ def test_an_interface_that_is_not_there_is_named() -> None:
 def test_a_host_that_no_other_can_connect_to_is_a_matter_of_its_firewall() -> None:
     choice = gloo_choice({GLOO: "eth0"}, NICS, None)
     closed = dict.fromkeys(("lo", "docker0", "eth0"), "no answer within 3 s")
-    found = judge({0: standing("a", choice), 1: standing("b", choice)}, {0: {1: closed}, 1: {0: answers()}}, [GLOO])
+    found = find_nic_problems(
+        {0: standing("a", choice), 1: standing("b", choice)}, {0: {1: closed}, 1: {0: answers()}}, [GLOO]
+    )
     assert [one.wrong for one in found] == [True]
     assert found[0].sentence.startswith(
         "host a cannot connect to a fresh port of host b (docker0 172.17.0.1: no answer"
@@ -81,7 +83,9 @@ def test_a_host_that_no_other_can_connect_to_is_a_matter_of_its_firewall() -> No
 def test_right_interfaces_are_no_finding() -> None:
     choice = gloo_choice({GLOO: "eth0"}, NICS, None)
     assert (
-        judge({0: standing("a", choice), 1: standing("b", choice)}, {0: {1: answers()}, 1: {0: answers()}}, [GLOO])
+        find_nic_problems(
+            {0: standing("a", choice), 1: standing("b", choice)}, {0: {1: answers()}, 1: {0: answers()}}, [GLOO]
+        )
         == []
     )
 
@@ -110,12 +114,12 @@ def test_gloo_takes_what_the_name_of_the_host_leads_to() -> None:
 
 
 def test_connections_tell_which_interface_answers_and_whose_it_is() -> None:
-    doors = Doors([LO])
+    doors = ProbeListeners([LO])
     try:
         card = doors.card
         shut = {"word": "x", "where": {"eth0": ["127.0.0.1", network.free_ports("127.0.0.1", 1)[0]]}}
         other = card | {"word": "0" * len(card["word"])}
-        found = knock_at_all({1: card, 2: other, 3: shut})
+        found = probe_hosts({1: card, 2: other, 3: shut})
     finally:
         doors.close()
     assert found == {
@@ -132,8 +136,8 @@ def test_the_route_is_the_one_with_the_longest_prefix() -> None:
         "eth1 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0\n"
         "wlan0 00000000 0100A8C0 0003 0 0 600 00000000 0 0 0\n"
     )
-    assert route_to("10.1.2.3", table) == Route("eth1", None)
-    assert route_to("8.8.8.8", table) == Route("eth0", "10.0.0.1")
+    assert route_to("10.1.2.3", table) == NetworkRoute("eth1", None)
+    assert route_to("8.8.8.8", table) == NetworkRoute("eth0", "10.0.0.1")
     assert route_to("8.8.8.8", table.splitlines()[0]) is None
 
 
@@ -220,19 +224,19 @@ def host(name: str, **changed: object) -> dict:
     return facts
 
 
-def report(*hosts: dict, pairs: list[dict] | None = None, **of_rank_1: object) -> Report:
+def report(*hosts: dict, pairs: list[dict] | None = None, **of_rank_1: object) -> DoctorReport:
     speeds = {"float32": 4e13, "bfloat16": 4e14, "memory": 2e12}
     rank = {"device": "H200", "memory": 140 * GIB, "free_memory": 139 * GIB, "threads": 1, "capability": "9.0"}
     ranks = {n: {"node": n, "speeds": speeds, "affinity": "0-7", **rank} for n in range(len(hosts))}
     ranks[min(1, len(hosts) - 1)] |= of_rank_1
     reached = {a: {b: answers() for b in range(len(hosts)) if b != a} for a in range(len(hosts))}
     together = {"backend": "nccl", "latency": 3e-5, "bandwidth": 1e10, "right": True}
-    return Report(
+    return DoctorReport(
         len(hosts), "/ckpt", False, "10.0.0.1:5 on eth0", dict(enumerate(hosts)), ranks, reached, together, pairs or []
     )
 
 
-def only(found: Report) -> tuple[bool, str]:
+def only(found: DoctorReport) -> tuple[bool, str]:
     [one] = findings(found)
     return one.wrong, one.sentence
 
@@ -444,7 +448,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_check_that_hangs_or_breaks_is_left_behind() -> None:
-    assert bounded(lambda: 3, 5.0) == 3
+    assert run_bounded(lambda: 3, 5.0) == 3
     with pytest.raises(CheckFailed, match=r"did not end within 0\.05 s"):
-        bounded(lambda: time.sleep(2.0), 0.05)
+        run_bounded(lambda: time.sleep(2.0), 0.05)
     assert facts_of(lambda: {}[1], 5.0) == {"failed": "KeyError: 1"}

@@ -24,10 +24,10 @@ from torch.optim import lr_scheduler as rates
 import echelon
 from echelon.base.environment import PLAN_ONLY
 from echelon.base.errors import UsageError
-from echelon.cli.commands.memory import memory_words
-from echelon.distributed.local_state import Holdings
-from echelon.observability.runlog import reader
-from echelon.observability.runlog.held_tensors import measured
+from echelon.cli.commands.memory import run_memory
+from echelon.distributed.local_state import LocalState
+from echelon.observability.runlog import read
+from echelon.observability.runlog.measured_memory import measured
 from echelon.optim import LAMB, LARS
 from echelon.plan.draft import Draft
 from echelon.plan.fake_forward import is_placeholder
@@ -35,11 +35,11 @@ from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.profiling.profile import Profile, profile
 from echelon.strategy import Lean, Shard, Strategy
-from echelon.strategy.annotations.annotate import Marks, annotate, collect, pipeline, split, stage
+from echelon.strategy.annotations.annotate import ModelMarks, annotate, collect, pipeline, split, stage
 from echelon.strategy.annotations.marks import Pipeline
 from echelon.strategy.annotations.slices import Slices
-from echelon.tools.memory_profile import Footprint, Job, find_footprint
-from echelon.tools.memory_profile.memory_options import Asked
+from echelon.tools.memory_profile import Footprint, TrainingJob, find_footprint
+from echelon.tools.memory_profile.memory_options import MemoryOptions
 from echelon.tools.memory_profile.saved_activations import LOSS
 from echelon.tools.plan_report import plan_options as plans
 from echelon.tools.plan_report.model_source import find_source
@@ -151,11 +151,11 @@ def test_weights_gradients_and_state_are_those_of_real_tensors(optimizer: str) -
     looked, model, (ids, target), loss = profiled("words")
     model.zero_grad()
     stepping = OPTIMIZERS[optimizer](model.parameters())
-    found = find_footprint(looked, Job(samples=SAMPLES), stepping)
+    found = find_footprint(looked, TrainingJob(samples=SAMPLES), stepping)
     loss(model(ids), target).backward()
     stepping.step()
     both = [stepping, stepping.inner] if isinstance(stepping, Lookahead) else [stepping]
-    real = [measured(Holdings(model, dict(model.named_parameters())), [each], peak=0).kinds for each in both]
+    real = [measured(LocalState(model, dict(model.named_parameters())), [each], peak=0).kinds for each in both]
     counted = {"parameters": real[0]["parameters"], "optimizer": sum(kinds["optimizer"] for kinds in real)}
     for kind, size in counted.items():
         assert sum(getattr(row, kind) for row in found.modules) == size == found.kinds[kind], kind
@@ -192,7 +192,7 @@ def autograd_keeps(model: nn.Module, batch: Any, loss: Any, amp: bool = False) -
 @pytest.mark.parametrize("case", CASES)
 def test_activations_are_what_autograd_keeps(case: str, amp: Any) -> None:
     looked, model, batch, loss = profiled(case)
-    found = find_footprint(looked, Job(samples=SAMPLES, strategy=Strategy(amp=amp)), "adam")
+    found = find_footprint(looked, TrainingJob(samples=SAMPLES, strategy=Strategy(amp=amp)), "adam")
     real = autograd_keeps(model, batch, loss, amp is not None)
     # placeholders have batch norm's statistics in 16 bits under amp, a real CPU in 32
     off = 4 * 8 * 2 if amp and case == "images" else 0
@@ -217,18 +217,18 @@ class Looking(nn.Module):
 def test_a_forward_may_look_at_values_and_what_is_not_counted_is_said() -> None:
     model, batch = Looking(), (torch.randn(SAMPLES, 6), torch.randint(0, 4, (SAMPLES,)))
     looked = profile(model, batch, loss=F.cross_entropy, device="cpu")
-    found = find_footprint(looked, Job(samples=SAMPLES), "adam")
+    found = find_footprint(looked, TrainingJob(samples=SAMPLES), "adam")
     by_name = {row.name: row for row in found.modules}
     assert by_name["head"].parameters == sum(map(_bytes, model.head.parameters()))
     assert by_name["inner"].activations == _bytes(batch[0])
     assert any(note.startswith("LSTM layers keep more than is counted") for note in found.notes)
     looked, *_ = profiled("words")
-    assert not any("LSTM" in note for note in find_footprint(looked, Job(samples=SAMPLES), "adam").notes)
+    assert not any("LSTM" in note for note in find_footprint(looked, TrainingJob(samples=SAMPLES), "adam").notes)
 
 
 def test_recomputed_blocks_keep_what_they_are_given() -> None:
     looked, *_ = profiled("words")
-    jobs = Job(samples=SAMPLES, strategy=Strategy(recompute=True)), Job(samples=SAMPLES)
+    jobs = TrainingJob(samples=SAMPLES, strategy=Strategy(recompute=True)), TrainingJob(samples=SAMPLES)
     found, plain = ({row.name: row.activations for row in find_footprint(looked, job, "adam").modules} for job in jobs)
     given = SAMPLES * 5 * 16 * 4
     assert [found[f"blocks.{at}"] for at in range(3)] == [given] * 3
@@ -239,7 +239,7 @@ def test_recomputed_blocks_keep_what_they_are_given() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_said_to_be_saved_is_what_a_second_look_finds(case: str) -> None:
     looked, *_ = profiled(case)
-    found = find_footprint(looked, Job(samples=SAMPLES, procs=4), "adamw")
+    found = find_footprint(looked, TrainingJob(samples=SAMPLES, procs=4), "adamw")
     assert sum(found.kinds.values()) == found.peak
     said = {saving.what: saving.bytes for saving in found.savings}
     assert {"shard 1", "shard 3", "lean"} <= said.keys()
@@ -249,15 +249,15 @@ def test_what_is_said_to_be_saved_is_what_a_second_look_finds(case: str) -> None
         "lean": Strategy(lean=True),
         **{f"shard {level}": Strategy(shard=Shard(level=level)) for level in (1, 2, 3)},
     }
-    jobs = {what: Job(samples=SAMPLES, procs=4, strategy=strategy) for what, strategy in others.items()}
-    for what, job in {**jobs, "batch 3": Job(samples=3, procs=4)}.items():
+    jobs = {what: TrainingJob(samples=SAMPLES, procs=4, strategy=strategy) for what, strategy in others.items()}
+    for what, job in {**jobs, "batch 3": TrainingJob(samples=3, procs=4)}.items():
         again = find_footprint(looked, job, "adamw")
         assert said.get(what, 0) == max(0, found.peak - again.peak), what
 
 
 def test_the_peak_is_that_of_a_real_step() -> None:
     looked, model, (x, target), loss = profiled("words")
-    found = find_footprint(looked, Job(samples=SAMPLES), "adam")
+    found = find_footprint(looked, TrainingJob(samples=SAMPLES), "adam")
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
@@ -387,11 +387,11 @@ def test_every_rank_holds_what_is_said_of_it(ranks: int, tmp_path: Path) -> None
             continue
         model, batch, loss = marked(marks)
         sliced = Slices(average=2) if marks else None
-        job = Job(samples=SAMPLES, procs=ranks, strategy=strategy, marks=collect(model), slices=sliced)
+        job = TrainingJob(samples=SAMPLES, procs=ranks, strategy=strategy, marks=collect(model), slices=sliced)
         looked, optimizer = profile(model, batch, loss=loss, device="cpu"), torch.optim.AdamW(model.parameters())
         found = find_footprint(looked, job, optimizer)
         by_rank = {rank: one for one in found.each or (found,) for rank in one.ranks}
-        written = reader(tmp_path / name).memory
+        written = read(tmp_path / name).memory
         assert written is not None
         assert sorted(by_rank) == list(range(ranks)) == [each.ranks[0] for each in written.each]
         for rank, one in by_rank.items():
@@ -428,7 +428,7 @@ def make():
 
 def asked(*words: Any, **options: Any) -> Footprint:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        memory_words(*words, as_json=True, device="cpu", **options)
+        run_memory(*words, as_json=True, device="cpu", **options)
     found = Footprint.of(json.loads(out.getvalue()))
     assert found is not None
     return found
@@ -463,13 +463,13 @@ def test_a_script_is_taken_with_its_own_strategy_and_optimizer(tmp_path: Path) -
     same = asked(f"{tmp_path / 'made.py'}:make", [], optimizer="momentum", recompute=True, save=str(tmp_path / "out"))
     assert Footprint.of(answer["footprint"]) == same
     assert answer["title"] == "train, SGD"
-    assert reader(tmp_path / "out").memory == same
+    assert read(tmp_path / "out").memory == same
 
 
 def _listened(script: str) -> Any:
     """What the process of a script answers, as ``ask`` starts it."""
     question, answer = Path(script).with_name("question.json"), Path(script).with_name("answer.json")
-    wanted = Asked(model=script, device="cpu").to_dict()
+    wanted = MemoryOptions(model=script, device="cpu").to_dict()
     question.write_text(json.dumps({"footprint": wanted, "answer": str(answer)}))
     os.environ[PLAN_ONLY] = str(question)
     with pytest.raises(SystemExit):
@@ -501,12 +501,12 @@ def _listened(script: str) -> Any:
 )
 def test_mistakes_are_one_line(model: str, words: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line) as error:
-        memory_words(model, [], **words)
+        run_memory(model, [], **words)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_the_tables_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    memory_words("gpt:layers=3,hidden=64,heads=4,sequence=32,vocabulary=100", [], batch=4, procs=2, device="cuda")
+    run_memory("gpt:layers=3,hidden=64,heads=4,sequence=32,vocabulary=100", [], batch=4, procs=2, device="cuda")
     shown = capsys.readouterr().out
     how = "4 samples on each of 2 processes, amp bf16 (by itself, on a GPU)"
     assert shown.startswith(f"gpt(3 layers, hidden 64), adamw: {how}\n")
@@ -516,15 +516,15 @@ def test_the_tables_add_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_saved_plan_holds_what_the_same_words_do(tmp_path: Path) -> None:
     model = "gpt:layers=4,hidden=32,heads=2,sequence=8,vocabulary=60"
-    looked = find_source(plans.Asked(model=model, cluster="1xCPU", batch=8), Cluster.parse("1xCPU")).profile
+    looked = find_source(plans.PlanOptions(model=model, cluster="1xCPU", batch=8), Cluster.parse("1xCPU")).profile
     draft = Draft(batch=8, stage=2, cuts=(3,), micro_batches=2, schedule="1f1b", replicate=2, shard=1)
     make_saved_plan(draft, looked).save(tmp_path / "plan.json")
     planned = asked(model, [], plan=str(tmp_path / "plan.json"))
-    marks = Marks(
+    marks = ModelMarks(
         units={name: int(at >= 3) for at, name in enumerate(looked.names)}, splits={}, replicates=(),
         pipeline=Pipeline(micro_batches=2), default=None,
     )  # fmt: skip
-    written = find_footprint(looked, Job(samples=4, procs=4, strategy=Strategy(shard=1), marks=marks), "adamw")
+    written = find_footprint(looked, TrainingJob(samples=4, procs=4, strategy=Strategy(shard=1), marks=marks), "adamw")
     assert planned == written
     assert [one.place for one in planned.each] == ["stage 0", "stage 1"]
     with pytest.raises(UsageError, match="the plan says how to train, and --shard too"):

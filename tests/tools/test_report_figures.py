@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from echelon.observability.runlog.run_metadata import Facts
+from echelon.observability.runlog.run_metadata import RunMetadata
 from echelon.observability.trace.span import Span
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
@@ -24,8 +24,8 @@ from echelon.tools.report.figures.curves import (
     scale_for,
     thin,
 )
-from echelon.tools.report.figures.devices import placement
-from echelon.tools.report.figures.schedule import ACTIONS, MOST_RANKS, Doing, draw, typical_step
+from echelon.tools.report.figures.gantt import ACTIONS, MOST_RANKS, GanttActivity, draw, typical_step
+from echelon.tools.report.figures.placement_figure import placement
 
 random.seed(5)
 
@@ -117,7 +117,7 @@ def test_one_huge_value_makes_the_scale_logarithmic() -> None:
 
 def test_every_span_is_drawn_when_it_was() -> None:
     timed = simulate(make_schedule("1f1b", 4, 4, 6), {(k, s): {"F": 1.0}.get(k, 2.0) for k in "FB" for s in range(4)})  # type: ignore[misc]
-    doings = [Doing(each.rank, each.action.kind, each.begin, each.end, "does") for each in timed.events]
+    doings = [GanttActivity(each.rank, each.action.kind, each.begin, each.end, "does") for each in timed.events]
     made = draw(doings, ACTIONS, "measured", "")
     assert made.shown == made.events == len(made.blocks) == 48
     tops = [top for _, top, _ in made.rows]
@@ -129,7 +129,12 @@ def test_every_span_is_drawn_when_it_was() -> None:
 
 
 def test_messages_have_a_thin_row_below_their_rank() -> None:
-    made = draw([Doing(0, "F", 0, 1, ""), Doing(0, "B", 0, 1, "", thin=True), Doing(1, "F", 0, 1, "")], ACTIONS, "", "")
+    made = draw(
+        [GanttActivity(0, "F", 0, 1, ""), GanttActivity(0, "B", 0, 1, "", thin=True), GanttActivity(1, "F", 0, 1, "")],
+        ACTIONS,
+        "",
+        "",
+    )
     (first, top, tall), (_, below, thin_), (second, under, _) = made.rows
     assert (first, second) == ("rank 0", "rank 1")
     assert (top, below, under) == (0.0, tall, tall + thin_)
@@ -137,7 +142,7 @@ def test_messages_have_a_thin_row_below_their_rank() -> None:
 
 
 def test_of_a_thousand_ranks_some_are_drawn_and_the_rest_is_counted() -> None:
-    made = draw([Doing(rank, "F", 0, 1, "") for rank in range(1000)], ACTIONS, "measured", "")
+    made = draw([GanttActivity(rank, "F", 0, 1, "") for rank in range(1000)], ACTIONS, "measured", "")
     assert len(made.rows) == MOST_RANKS
     assert made.left_out == 1000 - MOST_RANKS
 
@@ -161,7 +166,7 @@ def test_devices_are_grouped_by_host_and_coloured_by_stage() -> None:
         for rank in range(4)
     ]
     stages = [{"stage": stage, "ranks": [stage, 2 + stage], "units": [f"l{stage}", "x"]} for stage in range(2)]
-    facts = Facts.of({"ranks": ranks, "stages": stages, "mesh": {"replicate": 2, "stage": 2, "split": 1}})
+    facts = RunMetadata.of({"ranks": ranks, "stages": stages, "mesh": {"replicate": 2, "stage": 2, "split": 1}})
     assert facts is not None
     found = placement(facts)
     assert found is not None

@@ -15,14 +15,14 @@ import pytest
 from made_up_runs import append, metrics
 
 from echelon.base.errors import UsageError
-from echelon.tools.report.page_server import MOST_CALLERS, Pages, Server, is_loopback, link, open_server
+from echelon.tools.report.page_server import MOST_CALLERS, PageCache, PageServer, is_loopback, link, open_server
 
 SECRET = "contents that nobody asked for"
 
 
 @contextlib.contextmanager
-def serving(directory: Path, token: str | None = None) -> Iterator[Server]:
-    with Server("127.0.0.1", 0, Pages(directory), token) as server:
+def serving(directory: Path, token: str | None = None) -> Iterator[PageServer]:
+    with PageServer("127.0.0.1", 0, PageCache(directory), token) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -32,7 +32,7 @@ def serving(directory: Path, token: str | None = None) -> Iterator[Server]:
             thread.join()
 
 
-def ask(server: Server, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+def ask(server: PageServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
     caller = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     try:
         caller.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -42,7 +42,7 @@ def ask(server: Server, path: str = "/", method: str = "GET", **headers: str) ->
         caller.close()
 
 
-def until_new(server: Server, tag: str) -> tuple[str, str]:
+def until_new(server: PageServer, tag: str) -> tuple[str, str]:
     """As a page does: ask until there is another one."""
     until = time.monotonic() + 30
     while (answer := ask(server, If_None_Match=tag))[0] == 304:
@@ -52,7 +52,7 @@ def until_new(server: Server, tag: str) -> tuple[str, str]:
     return answer[1]["ETag"], answer[2]
 
 
-def send(server: Server, data: bytes) -> bytes:
+def send(server: PageServer, data: bytes) -> bytes:
     """Bytes as they are, and all that comes back."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as caller:
         try:

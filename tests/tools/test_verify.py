@@ -19,9 +19,9 @@ from echelon.distributed.tensor_layout import Layout, Part
 from echelon.plan import make_plan
 from echelon.strategy.annotations.annotate import collect
 from echelon.strategy.annotations.slices import Slices
-from echelon.tools.verify.batches import describe, joined, read_batch, together, write_batch
+from echelon.tools.verify.batches import concat_batches, describe, merge_replica_batches, read_batch, write_batch
 from echelon.tools.verify.differences import (
-    Difference,
+    TensorDifference,
     gradient_differences,
     movement_differences,
     rounding,
@@ -29,10 +29,10 @@ from echelon.tools.verify.differences import (
 )
 from echelon.tools.verify.expected_differences import expected
 from echelon.tools.verify.loop_events import put_together
-from echelon.tools.verify.module_outputs import Outputs, output_difference
-from echelon.tools.verify.randomness import still, unrest
-from echelon.tools.verify.replica_drift import drifted, sums_of
-from echelon.tools.verify.verdict import judge, reconsidered
+from echelon.tools.verify.module_outputs import ModuleOutputSums, output_difference
+from echelon.tools.verify.randomness import disable_dropout, measure_randomness
+from echelon.tools.verify.replica_drift import find_drift, sums_of
+from echelon.tools.verify.verdict import apply_float64_verdict, compare_runs
 from echelon.tools.verify.verdict_text import as_json, conclusion, notes
 
 # ---- scripts ----
@@ -453,11 +453,11 @@ def test_a_fault_is_as_large_in_64_bits_and_rounding_is_not(tmp_path: Path) -> N
     assert narrow.parting.step > 1
     wide = verified(late_by_rank, tmp_path / "wide", steps=4, wide=True)
     assert (wide.status, wide.parting and wide.parting.step) == ("differs", narrow.parting.step)
-    assert reconsidered(narrow, wide) is narrow
+    assert apply_float64_verdict(narrow, wide) is narrow
     right = verified(in_stages, tmp_path / "right", wide=True)
     assert right.status == "same"
     assert all(row.difference < 1e-14 and row.gradient and row.gradient.relative < 1e-12 for row in right.rows)
-    cleared = reconsidered(narrow, right)
+    cleared = apply_float64_verdict(narrow, right)
     assert cleared.status == "same"
     assert conclusion(cleared).startswith("same but for rounding: in 64 bits 4 steps on 2 processes give what one")
 
@@ -540,23 +540,25 @@ def test_batches_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_a_global_batch_is_the_rows_of_all_in_order() -> None:
     a, b, side = torch.randn(3, 2), torch.randn(5, 2), torch.ones(7)
-    whole = joined([{"x": a, "side": side}, {"x": b, "side": side}])
+    whole = concat_batches([{"x": a, "side": side}, {"x": b, "side": side}])
     assert torch.equal(whole["x"], torch.cat([a, b]))
     assert torch.equal(whole["side"], side)
-    assert joined([(a,), (torch.randn(3, 4),)]) is None  # longer rows
-    assert joined([{"x": a, "side": side}, {"x": b, "side": 2 * side}]) is None
+    assert concat_batches([(a,), (torch.randn(3, 4),)]) is None  # longer rows
+    assert concat_batches([{"x": a, "side": side}, {"x": b, "side": 2 * side}]) is None
 
 
 def test_texts_of_rows_are_joined_as_rows_are() -> None:
     """Else batch norm would see the replicas' batches one by one, and be blamed for it."""
     a, b = torch.randn(2, 3), torch.randn(3, 3)
-    whole = joined([{"x": a, "files": ["a", "b"], "size": (3, 3)}, {"x": b, "files": ["c", "d", "e"], "size": (3, 3)}])
+    whole = concat_batches(
+        [{"x": a, "files": ["a", "b"], "size": (3, 3)}, {"x": b, "files": ["c", "d", "e"], "size": (3, 3)}]
+    )
     assert (whole["files"], whole["size"]) == (["a", "b", "c", "d", "e"], (3, 3))
-    whole = joined([(a, ("a", "a"), None), (a, ("a", "a"), None)])
+    whole = concat_batches([(a, ("a", "a"), None), (a, ("a", "a"), None)])
     assert whole[1:] == (("a", "a", "a", "a"), None)
     assert torch.equal(whole[0], torch.cat([a, a]))
-    assert joined([(a, ["a"]), (b, ["c", "d"])]) is None
-    assert joined([{"seed": 1}, {"seed": 2}]) is None  # nothing has rows
+    assert concat_batches([(a, ["a"]), (b, ["c", "d"])]) is None
+    assert concat_batches([{"seed": 1}, {"seed": 2}]) is None  # nothing has rows
 
 
 def test_draws_of_the_ranks_are_put_together_as_their_rows_are() -> None:
@@ -574,12 +576,12 @@ def test_weights_of_pieces_add_up_to_the_mean_over_all() -> None:
     batches = [(value,) for value in rows]
     mean = torch.cat(rows).mean()
     for pieces in (
-        together(batches, [4, 3], apart=False).pieces,
-        together(batches, [4, 3], apart=False, micro=2).pieces,
-        together([(rows[0],), (rows[1].T.T, None)], [4, 3], apart=False).pieces,
+        merge_replica_batches(batches, [4, 3], apart=False).pieces,
+        merge_replica_batches(batches, [4, 3], apart=False, micro=2).pieces,
+        merge_replica_batches([(rows[0],), (rows[1].T.T, None)], [4, 3], apart=False).pieces,
     ):
         assert math.isclose(sum(float(piece.batch[0].mean()) * piece.weight for piece in pieces), mean, rel_tol=1e-5)
-    apart = together(batches, [4, 3], apart=True).pieces
+    apart = merge_replica_batches(batches, [4, 3], apart=True).pieces
     assert [piece.weight for piece in apart] == [1.0, 1.0]
 
 
@@ -589,7 +591,7 @@ def test_differences_are_measured_by_the_scale_of_each_tensor() -> None:
     found = gradient_differences(other, one)
     assert found["a"] == pytest.approx((0.2, 0.05))
     assert found["tiny"].relative == pytest.approx(2e-9 / 0.4)  # a tenth of the largest of all
-    assert found["lost"] == Difference(math.inf, math.inf)
+    assert found["lost"] == TensorDifference(math.inf, math.inf)
     assert gradient_differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)})["a"].relative == math.inf
 
 
@@ -617,11 +619,11 @@ def test_ranks_are_compared_where_they_hold_the_same() -> None:
     rows = [Part(torch.randn(2, 3), Layout((4, 3), {0: ((begin, begin + 2),)})) for begin in (0, 2)]
     whole, last = torch.randn(5), torch.randn(4)
     held = [[sums_of("w", rows[rank]), sums_of("b", whole)] for rank in range(2)]
-    assert drifted(held, 1) is None
+    assert find_drift(held, 1) is None
     held.append([sums_of("b", torch.nextafter(whole, torch.tensor(9.0))), sums_of("c", last)])
-    assert drifted(held, 1) is None
+    assert find_drift(held, 1) is None
     held.append([sums_of("b", whole), sums_of("c", last * (1 + 1e-5))])
-    found = drifted(held, 1)
+    found = find_drift(held, 1)
     assert found is not None
     assert (found[0], found[2:]) == ("c", [2, 3])
     assert found[1] == pytest.approx(2e-5, rel=0.02)
@@ -631,7 +633,7 @@ def test_outputs_add_up_over_samples_and_say_nothing_where_they_do_not() -> None
     model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(6, 4)
 
     def heard(*pieces: Tensor) -> dict[str, Any]:
-        outputs = Outputs(model)
+        outputs = ModuleOutputSums(model)
         with outputs.listening():
             for piece in pieces:
                 model(piece)
@@ -651,9 +653,9 @@ def test_outputs_add_up_over_samples_and_say_nothing_where_they_do_not() -> None
 def test_dropout_is_switched_off_wherever_it_is() -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3), nn.Dropout(0.2), nn.Linear(8, 8))
     x = torch.randn(3, 2, 8)
-    assert unrest(lambda: model(x).mean(), model, x.device) > 0
-    assert set(still(model)) == {"0.self_attn", "0.dropout", "0.dropout1", "0.dropout2", "1"}
-    assert unrest(lambda: model(x).mean(), model, x.device) == 0
+    assert measure_randomness(lambda: model(x).mean(), model, x.device) > 0
+    assert set(disable_dropout(model)) == {"0.self_attn", "0.dropout", "0.dropout1", "0.dropout2", "1"}
+    assert measure_randomness(lambda: model(x).mean(), model, x.device) == 0
     assert torch.equal(model.train()(x), model.eval()(x)) or torch.allclose(
         model.train()(x), model.eval()(x), atol=1e-6
     )
@@ -675,7 +677,7 @@ def test_statistics_that_go_on_are_no_random_numbers() -> None:
 
     model, x = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), Slope()), torch.randn(3, 4)
     model(x)
-    assert unrest(lambda: model(x).mean(), model, x.device) == 0
+    assert measure_randomness(lambda: model(x).mean(), model, x.device) == 0
     assert float(model[1].seen) == 1
 
 
@@ -689,12 +691,12 @@ def test_a_tolerance_that_is_given_judges_everything() -> None:
     reference = {
         "steps": [step], "outputs": [], "kinds": {}, "unrest": 0.0, "rounding": [], "options": "", "passes": 1
     }  # fmt: skip
-    assert judge(plan, reference).status == "expected"
-    assert judge({**plan, "expected": []}, reference).status == "differs"
-    assert judge(plan, reference, 1e-5).status == "differs"
-    assert judge(plan, reference, 1e-3).status == "same"
+    assert compare_runs(plan, reference).status == "expected"
+    assert compare_runs({**plan, "expected": []}, reference).status == "differs"
+    assert compare_runs(plan, reference, 1e-5).status == "differs"
+    assert compare_runs(plan, reference, 1e-3).status == "same"
     nan = {"outputs": {"a": [1.0, math.nan, math.nan]}}
-    broken = judge({**plan, **nan, "expected": []}, {**reference, "outputs": [["a", [1.0, 1.0, 1.0]]]})
+    broken = compare_runs({**plan, **nan, "expected": []}, {**reference, "outputs": [["a", [1.0, 1.0, 1.0]]]})
     assert broken.parting is not None
     assert (broken.parting.what, broken.parting.where) == ("outputs", "a")
-    assert '"relative": 0.002' in as_json(judge(plan, reference))
+    assert '"relative": 0.002' in as_json(compare_runs(plan, reference))

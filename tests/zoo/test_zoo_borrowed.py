@@ -11,8 +11,8 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.zoo import registry
-from echelon.zoo.borrowed import PACKAGES, borrow
 from echelon.zoo.entry import Request
+from echelon.zoo.library_models import PACKAGES, borrow
 
 CASES = {"timm": "resnet50", "hf": "bert"}
 

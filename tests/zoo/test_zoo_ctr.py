@@ -23,7 +23,7 @@ from echelon.nn import SparseEmbedding
 from echelon.parameter_server.protocol.hashing import stable_hash
 from echelon.zoo import registry
 from echelon.zoo.datasets import ctr, word_pairs
-from echelon.zoo.datasets.made_up import clicks as made_up
+from echelon.zoo.datasets.made_up import synthetic_clicks as made_up
 from echelon.zoo.entry import Data, Dataset, Request
 from echelon.zoo.models import classification, deepfm, dlrm, toy, wide_deep, word2vec
 from echelon.zoo.tasks import TASKS

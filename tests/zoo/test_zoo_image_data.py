@@ -19,7 +19,7 @@ import echelon
 from echelon.base.errors import DataError
 from echelon.data import Loader
 from echelon.zoo import registry
-from echelon.zoo.datasets.images.kept import SHARED
+from echelon.zoo.datasets.images.image_cache import SHARED
 from echelon.zoo.datasets.mock import MADE_BY
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import OWN, TASKS

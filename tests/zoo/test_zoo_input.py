@@ -11,7 +11,7 @@ from echelon.base.errors import DataError, UsageError
 from echelon.data import CtrFiles, FileList, Loader, Repeated, RepeatedStream
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.train import input as reading
-from echelon.zoo.train.input import Waiting, loader_options, measure_input, train_part
+from echelon.zoo.train.input import InputWaitTimer, loader_options, measure_input, train_part
 
 TENSORS = TensorDataset(torch.arange(10), torch.arange(10) * 2)
 
@@ -148,7 +148,7 @@ class SlowSamples:
 def test_waiting_is_the_part_of_the_time_that_batches_take(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    loader, waiting = Loader(SlowSamples(clock, 0.1), batch_size=4), Waiting()
+    loader, waiting = Loader(SlowSamples(clock, 0.1), batch_size=4), InputWaitTimer()
     for _ in range(2):
         for _ in waiting.around(loader):
             clock[0] += 1.2

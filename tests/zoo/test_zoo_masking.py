@@ -7,13 +7,13 @@ import torch
 from echelon.base.errors import EchelonError
 from echelon.data import Loader, Repeated
 from echelon.data.seeding import chain, chain_each
-from echelon.zoo.datasets.made_up import text as made_up
+from echelon.zoo.datasets.made_up import synthetic_text as made_up
 from echelon.zoo.datasets.tokens.masking import mask_words
-from echelon.zoo.datasets.tokens.rows import Rows, Signs
+from echelon.zoo.datasets.tokens.token_rows import SpecialTokens, TokenRows
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import IGNORED
 
-SIGNS = Signs(pad=0, begin=2, end=3, mask=4)
+SIGNS = SpecialTokens(pad=0, begin=2, end=3, mask=4)
 WORDS = np.arange(5, 1005)
 ROWS, LENGTH, MOST = 2000, 128, 20
 
@@ -27,7 +27,7 @@ def random_rows():
     first, second = draw.randint(1, 60, ROWS), draw.randint(0, 60, ROWS)
     tokens = draw.randint(5, 1005, 20_000).astype(np.int32)
     spans = np.stack([draw.randint(0, 19_000, ROWS), first, draw.randint(0, 19_000, ROWS), second], 1)
-    return Rows(tokens, spans, LENGTH, SIGNS)
+    return TokenRows(tokens, spans, LENGTH, SIGNS)
 
 
 def masked(rows, seed=0):
@@ -80,7 +80,7 @@ def test_80_10_10_and_nothing_else_is_changed():
 
 
 def test_more_places_than_words_are_filled_up():
-    rows = Rows(np.arange(5, 15, dtype=np.int32), np.array([[0, 6, 0, 0]]), 8, SIGNS)
+    rows = TokenRows(np.arange(5, 15, dtype=np.int32), np.array([[0, 6, 0, 0]]), 8, SIGNS)
     got = mask_words(rows.make(np.array([0])), np.array([1], np.uint64), most=12, mask=4, others=WORDS)
     assert got.labels[0, 0] == 5 + got.positions[0, 0] - 1
     assert got.labels[0, 1:].tolist() == [IGNORED] * 11
@@ -88,7 +88,7 @@ def test_more_places_than_words_are_filled_up():
 
 
 def test_every_word_is_as_likely_as_another():
-    rows = Rows(np.arange(5, 105, dtype=np.int32), np.array([[0, 100, 0, 0]] * 4000), 102, SIGNS)
+    rows = TokenRows(np.arange(5, 105, dtype=np.int32), np.array([[0, 100, 0, 0]] * 4000), 102, SIGNS)
     seeds = chain_each(3, np.arange(4000))
     got = mask_words(rows.make(np.arange(4000)), seeds, most=15, mask=4, others=WORDS)
     times = np.bincount(got.positions.ravel(), minlength=102)[1:101]

@@ -12,23 +12,23 @@ from training import train_here
 
 from echelon.base.errors import UsageError
 from echelon.cli.commands.train import help_text
-from echelon.cli.launcher_words import launcher_options
+from echelon.cli.launcher_options import launcher_options
 from echelon.data import Repeated
-from echelon.zoo.train.hooks.named import named_hooks
-from echelon.zoo.train.notices import overruled_decay, unused_loss_scale, unused_shuffle_buffer
+from echelon.zoo.train.hooks.hook_names import named_hooks
 from echelon.zoo.train.parameters import DEFAULT_HOOKS, PARAMETERS
-from echelon.zoo.train.ranks import check_ranks
-from echelon.zoo.train.report import resolved_lines
-from echelon.zoo.train.resolve import Resolved, resolve
-from echelon.zoo.train.restore.place import named_file
+from echelon.zoo.train.rank_checks import check_ranks
+from echelon.zoo.train.resolve import TrainConfig, resolve
+from echelon.zoo.train.restore.model_dir import named_file
+from echelon.zoo.train.run_lines import resolved_lines
 from echelon.zoo.train.strategies import asked_strategy, make_strategy
 from echelon.zoo.train.train_arguments import sort_words
-from echelon.zoo.zoo_tables import listed
+from echelon.zoo.train.unused_parameters import overruled_decay, unused_loss_scale, unused_shuffle_buffer
+from echelon.zoo.zoo_tables import list_zoo
 
 CPU = torch.device("cpu")
 
 
-def resolved(*words: str) -> Resolved:
+def resolved(*words: str) -> TrainConfig:
     return resolve(sort_words(["--model_name", "lenet", *words], launcher_options()))
 
 
@@ -94,7 +94,7 @@ def test_every_parameter_is_taken_with_dashes() -> None:
 
 
 def test_the_list_has_each_model_once_by_family_and_size() -> None:
-    names = [line.split()[0] for line in listed(as_json=False).splitlines() if line.startswith("    ")]
+    names = [line.split()[0] for line in list_zoo(as_json=False).splitlines() if line.startswith("    ")]
     assert len(names) == len(set(names))
     assert "vit" not in names
     for family in (

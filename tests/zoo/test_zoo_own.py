@@ -14,13 +14,13 @@ from training import train_here
 
 import echelon
 from echelon.base.errors import UsageError
-from echelon.cli.launcher_words import launcher_options
+from echelon.cli.launcher_options import launcher_options
 from echelon.distributed.world import seed_everything
 from echelon.zoo.registry import dataset, model
 from echelon.zoo.tasks import loss_of
-from echelon.zoo.train.resolve import Resolved, resolve
+from echelon.zoo.train.resolve import TrainConfig, resolve
 from echelon.zoo.train.train_arguments import sort_words
-from echelon.zoo.zoo_tables import shown
+from echelon.zoo.zoo_tables import show_zoo_entry
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "zoo.md"
 
@@ -88,7 +88,7 @@ def test_own_model_and_data_on_two_ranks_equal_one_process(folder: Path) -> None
 # ---- their parameters ----
 
 
-def resolved(*words: str) -> Resolved:
+def resolved(*words: str) -> TrainConfig:
     return resolve(sort_words(words, launcher_options()))
 
 
@@ -149,8 +149,8 @@ def test_arguments_become_typed_parameters(tmp_path: Path) -> None:
     opened = data.dataset.open(data.request)
     assert (len(opened.train), len(opened.test), opened.facts) == (5, 1, {"num_classes": 2})
     assert loss_of("regress", "example", data.model.loss)(torch.ones(2), torch.zeros(2)) == 1.0
-    assert "--depth" in shown(f"{place}:Net", as_json=False)
-    assert "--size" in shown(f"{place}:Parts", as_json=False)
+    assert "--depth" in show_zoo_entry(f"{place}:Net", as_json=False)
+    assert "--size" in show_zoo_entry(f"{place}:Parts", as_json=False)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from echelon.zoo.datasets.text import open_text
 from echelon.zoo.datasets.tokens.documents import PackedDocuments
 from echelon.zoo.datasets.tokens.masking import MaskedRows
 from echelon.zoo.datasets.tokens.packing import PackedRows, packing
-from echelon.zoo.datasets.tokens.rows import LabelledRows, Rows, Signs
+from echelon.zoo.datasets.tokens.token_rows import LabelledRows, SpecialTokens, TokenRows
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import IGNORED, TASKS, masked_accuracy, tokens
 
@@ -49,11 +49,11 @@ def made(name: str, task: str) -> nn.Module:
     return registry.model(name).build(request(name, task))
 
 
-def rows() -> Rows:
+def rows() -> TokenRows:
     """Of 3 to 16 tokens, some without a second text."""
     draw = np.random.RandomState(0)
     spans = [draw.randint(0, 400, ROWS), draw.randint(1, 7, ROWS), draw.randint(0, 400, ROWS), draw.randint(0, 7, ROWS)]
-    return Rows(draw.randint(5, 128, 500).astype(np.int32), np.stack(spans, 1), LENGTH, Signs(0, 2, 3, 4))
+    return TokenRows(draw.randint(5, 128, 500).astype(np.int32), np.stack(spans, 1), LENGTH, SpecialTokens(0, 2, 3, 4))
 
 
 def masked() -> MaskedRows:
@@ -191,7 +191,7 @@ def test_packed_where_asked_for_or_where_it_pays_on_a_gpu() -> None:
         assert isinstance(packed.train, PackedRows)
         assert isinstance(packed.test, PackedRows)
         assert "packed without padding: 9 of 16 tokens on average" in packed.about
-    full = Rows(rows().tokens, np.tile([0, 7, 7, 6], (ROWS, 1)), LENGTH, rows().signs)
+    full = TokenRows(rows().tokens, np.tile([0, 7, 7, 6], (ROWS, 1)), LENGTH, rows().signs)
     unpadded = Data(train=MaskedRows(full, np.zeros(ROWS, np.int64), most=3, others=np.arange(5, 128)))
     assert packing(unpadded, asked, gpu) is unpadded
     assert packing(data, asked, gpu, planned=True) is data

@@ -25,8 +25,8 @@ from harness import run
 from serving import served
 from training import train_here
 
-from echelon.cli.launcher_words import launcher_options
-from echelon.zoo.train.train_arguments import Words, sort_words
+from echelon.cli.launcher_options import launcher_options
+from echelon.zoo.train.train_arguments import TrainArguments, sort_words
 
 RECIPES = Path(__file__).parent.parent.parent / "docs" / "recipes"
 PAGES = sorted(page for page in RECIPES.glob("*.md") if page.name != "README.md")
@@ -101,7 +101,7 @@ def on_ranks(words: list[str], cwd: Path) -> str:
     return str(run(train_here, rest, str(cwd), plan, ranks=_ranks(asked, plan))[0])
 
 
-def _ranks(asked: Words, plan: str | None) -> int:
+def _ranks(asked: TrainArguments, plan: str | None) -> int:
     if plan is None:
         return int(asked.launch.get("procs", 1))
     from echelon.plan.saved_plan import SavedPlan

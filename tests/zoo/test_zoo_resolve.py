@@ -9,21 +9,21 @@ import pytest
 import yaml
 
 from echelon.base.errors import UsageError
-from echelon.cli.launcher_words import launcher_options
+from echelon.cli.launcher_options import launcher_options
 from echelon.zoo import registry
 from echelon.zoo.entry import Data, Request
-from echelon.zoo.names import DATASETS, MODELS
-from echelon.zoo.train.marking import mark
+from echelon.zoo.entry_names import DATASETS, MODELS
+from echelon.zoo.train.model_marks import mark
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
+from echelon.zoo.train.resolve import TrainConfig, resolve, with_sizes
 from echelon.zoo.train.train_arguments import sort_words
 
 
-def resolved(*words: str) -> Resolved:
+def resolved(*words: str) -> TrainConfig:
     return resolve(sort_words(words, launcher_options()))
 
 
-def origins(found: Resolved, *names: str) -> dict[str, tuple[Any, str]]:
+def origins(found: TrainConfig, *names: str) -> dict[str, tuple[Any, str]]:
     return {name: (found.values[name].value, found.values[name].origin) for name in names}
 
 

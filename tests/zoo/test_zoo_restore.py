@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import echelon
 from echelon.base.errors import CheckpointError, EchelonError, UsageError
 from echelon.zoo.entry import Request
-from echelon.zoo.models.bert import BertClassifier, BertPretraining, Sizes
+from echelon.zoo.models.bert import BertClassifier, BertPretraining, BertSizes
 from echelon.zoo.train.parameters import PARAMETERS
 from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, sizes
 
-SIZES = Sizes(
+SIZES = BertSizes(
     vocabulary=20,
     positions=8,
     segments=2,

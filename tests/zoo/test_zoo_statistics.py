@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from echelon.nn import SparseEmbedding
 from echelon.zoo.entry import Request
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.statistics import Row, show, statistics
+from echelon.zoo.train.statistics import LayerStatistics, show, statistics
 
 
 def three_layers() -> nn.Module:
@@ -25,9 +25,9 @@ def test_figures_are_those_counted_by_hand() -> None:
     model = three_layers()
     found = statistics(model, BATCH, "adam")
     assert found.rows == (
-        Row("0", "Conv2d", "[n, 8, 4, 4]", 8 * 3 * 9 + 8, 16 * 8 * 3 * 9),
-        Row("2", "BatchNorm2d", "[n, 8, 4, 4]", 16, 0),
-        Row("4", "Linear", "[n, 10]", 1290, 1280),
+        LayerStatistics("0", "Conv2d", "[n, 8, 4, 4]", 8 * 3 * 9 + 8, 16 * 8 * 3 * 9),
+        LayerStatistics("2", "BatchNorm2d", "[n, 8, 4, 4]", 16, 0),
+        LayerStatistics("4", "Linear", "[n, 10]", 1290, 1280),
     )
     parameters = 224 + 16 + 1290
     assert (found.parameters, found.trained, found.multiply_adds) == (parameters, parameters, 3456 + 1280)
@@ -89,7 +89,10 @@ def test_tables_of_parameter_servers_give_rows_without_being_asked() -> None:
             return out
 
     found = statistics(Wide(), (torch.zeros(2, 3, dtype=torch.long), None))
-    assert found.rows == (Row("table", "SparseEmbedding", "[n, 3, 4]", 0, 0), Row("head", "Linear", "[n, 1]", 13, 12))
+    assert found.rows == (
+        LayerStatistics("table", "SparseEmbedding", "[n, 3, 4]", 0, 0),
+        LayerStatistics("head", "Linear", "[n, 1]", 13, 12),
+    )
 
 
 def test_a_model_that_looks_at_values_still_has_its_parameters_listed() -> None:

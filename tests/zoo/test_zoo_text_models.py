@@ -107,7 +107,7 @@ def test_gpt_answers_as_that_of_transformers() -> None:
 
 
 def test_t5_answers_as_that_of_transformers() -> None:
-    sizes = t5.Sizes(
+    sizes = t5.T5Sizes(
         vocabulary=24, hidden=16, layers=2, heads=2, width=6, inner=20, dropout=0.1,
         experts=0, top=1, capacity=1.0, masked=True,
     )  # fmt: skip
@@ -140,10 +140,10 @@ def numbers(high: int, *shape: int) -> Tensor:
     return torch.from_numpy(np.random.RandomState(high).randint(0, high, shape))
 
 
-def bert_sizes() -> bert.Sizes:
+def bert_sizes() -> bert.BertSizes:
     config = sizes_from_config(REFERENCE["bert"]["config"])
     assert (config["num_layers"], config["num_heads"], config["intermediate_size"]) == (2, 2, 48)
-    return bert.Sizes(
+    return bert.BertSizes(
         vocabulary=config["vocab_size"], positions=config["max_position_embeddings"], segments=2,
         hidden=config["hidden_size"], layers=2, heads=2, inner=48, dropout=0.1, attention_dropout=0.1,
         norm_eps=config["layer_norm_eps"], masked=True,

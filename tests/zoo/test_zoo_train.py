@@ -17,23 +17,23 @@ from harness import run
 from training import train_here
 
 from echelon.base.errors import UsageError
-from echelon.cli.launcher_words import launcher_options
+from echelon.cli.launcher_options import launcher_options
 from echelon.optim import FTRL, LAMB, LARS
 from echelon.planner import Cluster
 from echelon.tools.plan_report.model_source import find_source
-from echelon.tools.plan_report.plan_options import Asked
+from echelon.tools.plan_report.plan_options import PlanOptions
 from echelon.zoo import all_datasets, all_models
-from echelon.zoo.copy import script
+from echelon.zoo.copy_script import script
 from echelon.zoo.entry import Request
 from echelon.zoo.sample import sample
 from echelon.zoo.tasks import TASKS, pretraining, span, tokens
+from echelon.zoo.train.lr_schedule import make_schedule, stretch
 from echelon.zoo.train.optimizers import make_optimizer
-from echelon.zoo.train.rates import make_schedule, stretch
+from echelon.zoo.train.parameter_table import markdown
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.strategies import asked_strategy, make_strategy
-from echelon.zoo.train.table import markdown
 from echelon.zoo.train.train_arguments import sort_words
-from echelon.zoo.zoo_tables import listed, shown
+from echelon.zoo.zoo_tables import list_zoo, show_zoo_entry
 
 LENET = ("--model_name", "lenet", "--dataset_name", "digits", "--image_size", "8", "--batch_size", "32")
 
@@ -164,7 +164,7 @@ def test_every_model_and_data_set_of_the_list_is_there() -> None:
     wanted = models.split(" ")
     assert not set(wanted) - set(all_models())
     assert not set(data_sets.split(" ")) - set(all_datasets())
-    text, data = listed(as_json=False), json.loads(listed(as_json=True))
+    text, data = list_zoo(as_json=False), json.loads(list_zoo(as_json=True))
     assert all(f" {name} " in text for name in wanted)
     assert set(data["models"]) == set(all_models())
 
@@ -182,16 +182,16 @@ def test_an_entry_fits_the_rest(name: str) -> None:
 
 
 def test_show_says_what_a_model_costs() -> None:
-    found = json.loads(shown("lenet", as_json=True))
+    found = json.loads(show_zoo_entry("lenet", as_json=True))
     # by hand: 28 x 28 x 25 x 32, 14 x 14 x 25 x 32 x 64, 64 x 49 x 1024, 1024 x 10
     assert found["multiply_adds"] == 627_200 + 10_035_200 + 3_211_264 + 10_240
     assert found["parameters"] == 3_274_634
-    text = shown("lenet", as_json=False)
+    text = show_zoo_entry("lenet", as_json=False)
     assert "3,274,634" in text
     assert "--dropout" in text
-    assert "feeds" in shown("digits", as_json=False)
+    assert "feeds" in show_zoo_entry("digits", as_json=False)
     with pytest.raises(UsageError, match="there is no model 'lenot'; the nearest are lenet, "):
-        shown("lenot", as_json=False)
+        show_zoo_entry("lenot", as_json=False)
 
 
 @pytest.mark.parametrize(
@@ -335,13 +335,13 @@ def test_losses_are_means_over_samples_however_the_batch_is_cut() -> None:
 
 def test_the_table_in_the_docs_is_the_commands_own() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "zoo.md").read_text(encoding="utf-8")
-    assert markdown() in page, "make it anew with: python -m echelon.zoo.train.table"
+    assert markdown() in page, "make it anew with: python -m echelon.zoo.train.parameter_table"
 
 
 def test_a_plan_is_found_for_a_model_of_the_zoo() -> None:
     cluster = Cluster.parse("1x2xA100")
-    source = find_source(Asked(model="zoo:lenet,image_size=8", cluster="1x2xA100", batch=64), cluster)
+    source = find_source(PlanOptions(model="zoo:lenet,image_size=8", cluster="1x2xA100", batch=64), cluster)
     assert source.model is not None
     assert sum(p.numel() for p in source.model.parameters()) == 325_514
     with pytest.raises(UsageError, match="is no setting; write zoo:NAME,setting=value"):
-        find_source(Asked(model="zoo:lenet,image_size", cluster="1x2xA100", batch=64), cluster)
+        find_source(PlanOptions(model="zoo:lenet,image_size", cluster="1x2xA100", batch=64), cluster)

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import EchelonError
-from echelon.checkpoint.in_memory.snapshot_wire import Refused
+from echelon.checkpoint.in_memory.snapshot_wire import SnapshotRefusedError
 from echelon.distributed.activity import waiting
 
 #: What may go wrong with a copy, and must not end training.
-TROUBLE = (OSError, MemoryError, Refused, EchelonError)
+TROUBLE = (OSError, MemoryError, SnapshotRefusedError, EchelonError)
 #: Seconds that the last copy may take when training has ended.
 _LAST = 20.0
 
 
-class Courier:
+class Replicator:
     """One thread. ``hand`` it what is to be done for a copy, ``wait`` before the next."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout: float) -> None:

@@ -24,7 +24,7 @@ _LEFT = 0.1
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealedSnapshot:
     """A whole copy."""
 
     seq: int
@@ -32,7 +32,7 @@ class Sealed:
     facts: bytes
 
 
-class Bank:
+class SnapshotBuffer:
     """``room`` for facts and ``nbytes`` for tensors, twice, in the file ``fd``, which belongs to the bank."""
 
     def __init__(self, fd: int, room: int, nbytes: int) -> None:
@@ -47,15 +47,15 @@ class Bank:
         return 2 * (_pages(_FACTS + room) + _pages(nbytes))
 
     @staticmethod
-    def make(room: int, nbytes: int) -> Bank:
+    def make(room: int, nbytes: int) -> SnapshotBuffer:
         """In new memory, all of it taken now: later there would be no way to say that there is none left."""
-        size = Bank.size(room, nbytes)
+        size = SnapshotBuffer.size(room, nbytes)
         if size > (free := free_memory()) * (1 - _LEFT):
             raise MemoryError(f"{size >> 20} MB are wanted and {free >> 20} MB are free")
         fd = os.memfd_create("echelon-copies")
         try:
             os.posix_fallocate(fd, 0, size)
-            return Bank(fd, room, nbytes)
+            return SnapshotBuffer(fd, room, nbytes)
         except BaseException:
             os.close(fd)
             raise
@@ -75,14 +75,14 @@ class Bank:
         self.memory[at + _FACTS : at + _FACTS + len(facts)] = facts
         self.memory[at : at + _SEAL.size] = _SEAL.pack(seq, step, len(facts), _checksum(seq, step, facts))
 
-    def sealed(self, slot: int) -> Sealed | None:
+    def sealed(self, slot: int) -> SealedSnapshot | None:
         """What a slot holds, if it is whole."""
         at = slot * self._slot
         seq, step, length, checksum = _SEAL.unpack_from(self.memory, at)
         if seq <= 0 or not 0 <= length <= self.room:
             return None
         facts = self.memory[at + _FACTS : at + _FACTS + length]
-        return Sealed(seq, step, facts) if _checksum(seq, step, facts) == checksum else None
+        return SealedSnapshot(seq, step, facts) if _checksum(seq, step, facts) == checksum else None
 
     def close(self) -> None:
         self.file.close()

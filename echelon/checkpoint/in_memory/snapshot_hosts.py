@@ -1,4 +1,4 @@
-"""``Where``: what a rank finds in its environment about the memories of the job's hosts."""
+"""``SnapshotHosts``: what a rank finds in its environment about the memories of the job's hosts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from echelon.base.environment import COPIES, MEMORY, whole_number
 from echelon.base.job_secret import find_token
-from echelon.checkpoint.in_memory.snapshot_wire import Line
+from echelon.checkpoint.in_memory.snapshot_wire import SnapshotClient
 
 _engines = itertools.count()
 
 
 @dataclass(frozen=True)
-class Where:
+class SnapshotHosts:
     """One round of the job, as its hosts' memories see it.
 
     hosts: address and key of each one's memory; without a key the job's token is asked for
@@ -35,13 +35,13 @@ class Where:
     engine: int = 0
 
     @staticmethod
-    def for_next_engine() -> Where | None:
+    def for_next_engine() -> SnapshotHosts | None:
         """All ranks make their engines in the same order, and so do those that are started in their place."""
-        where = Where.find()
+        where = SnapshotHosts.find()
         return None if where is None else replace(where, engine=next(_engines))
 
     @staticmethod
-    def find(env: Mapping[str, str] | None = None) -> Where | None:
+    def find(env: Mapping[str, str] | None = None) -> SnapshotHosts | None:
         """From the launcher's variables; ``None`` where no copies are kept."""
         env = os.environ if env is None else env
         every = whole_number(env, COPIES, 0)
@@ -49,7 +49,9 @@ class Where:
             return None
         said = json.loads(env[MEMORY])
         hosts = tuple((str(address), str(key)) for address, key in said["hosts"])
-        return Where(int(said["round"]), int(said["here"]), hosts, tuple(said["ranks"]), int(said["pid"]), every)
+        return SnapshotHosts(
+            int(said["round"]), int(said["here"]), hosts, tuple(said["ranks"]), int(said["pid"]), every
+        )
 
     def host_of(self, rank: int) -> int:
         for host, count in enumerate(self.ranks):
@@ -63,6 +65,6 @@ class Where:
         """The host that keeps what only this one has; ``None`` where there is no other."""
         return (self.here + 1) % len(self.hosts) if len(self.hosts) > 1 else None
 
-    def call(self, host: int) -> Line:
+    def call(self, host: int) -> SnapshotClient:
         address, key = self.hosts[host]
-        return Line(address, key.encode() if key else find_token())
+        return SnapshotClient(address, key.encode() if key else find_token())

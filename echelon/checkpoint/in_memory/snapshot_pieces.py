@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.dtypes import name_of, refuse_unstorable
-from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.tensor_layout import Part
 
@@ -26,7 +26,7 @@ _ALIGNED = 64
 ELSEWHERE = -1
 
 
-class Piece(NamedTuple):
+class SnapshotPiece(NamedTuple):
     """A box of a tensor; the whole of it, mostly."""
 
     name: str
@@ -40,10 +40,10 @@ class Piece(NamedTuple):
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-class Placed(NamedTuple):
+class PlacedPiece(NamedTuple):
     """A piece and where it begins among the tensors of a slot."""
 
-    piece: Piece
+    piece: SnapshotPiece
     start: int
 
     def to_json(self) -> list[Any]:
@@ -51,7 +51,7 @@ class Placed(NamedTuple):
         return [name, name_of(dtype), shape, offsets, sizes, self.start]
 
 
-def pieces_of(name: str, value: Tensor | Part) -> list[tuple[Piece, Tensor]]:
+def pieces_of(name: str, value: Tensor | Part) -> list[tuple[SnapshotPiece, Tensor]]:
     """The boxes that a tensor consists of here, each with a view of its values."""
     tensor = (value.tensor if isinstance(value, Part) else value).detach()
     if type(tensor) is not Tensor:
@@ -59,12 +59,14 @@ def pieces_of(name: str, value: Tensor | Part) -> list[tuple[Piece, Tensor]]:
     refuse_unstorable(name, tensor)
     shape = tuple(tensor.shape)
     if not isinstance(value, Part) or value.layout.is_whole:
-        return [(Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor)]
+        return [(SnapshotPiece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor)]
     boxes = value.layout.boxes()
-    return [(Piece(name, tensor.dtype, value.layout.shape, box.offsets, box.sizes), box.of(tensor)) for box in boxes]
+    return [
+        (SnapshotPiece(name, tensor.dtype, value.layout.shape, box.offsets, box.sizes), box.of(tensor)) for box in boxes
+    ]
 
 
-class Holders:
+class PieceHolders:
     """Which ranks hold the same as this one, tensor by tensor. Made on all ranks together."""
 
     def __init__(self, tensors: Mapping[str, Tensor | Part], rank: int, group: dist.ProcessGroup | None) -> None:
@@ -92,7 +94,7 @@ def _mark(name: str, value: Tensor | Part) -> int:
     return zlib.crc32(repr((name, tuple(tensor.shape), boxes)).encode())
 
 
-def is_mine(pieces: Sequence[tuple[Piece, tuple[int, ...]]], where: Where, rank: int) -> list[bool]:
+def is_mine(pieces: Sequence[tuple[SnapshotPiece, tuple[int, ...]]], where: SnapshotHosts, rank: int) -> list[bool]:
     """For every piece with its holders, whether this rank is the one that copies it on its host.
 
     Pieces with the same holders are dealt out among those of this host, the largest first, each to who has least.
@@ -109,14 +111,14 @@ def is_mine(pieces: Sequence[tuple[Piece, tuple[int, ...]]], where: Where, rank:
     return mine
 
 
-def only_here(holders: Iterable[int], where: Where) -> bool:
+def only_here(holders: Iterable[int], where: SnapshotHosts) -> bool:
     return {where.host_of(rank) for rank in holders} == {where.here}
 
 
-def placed(pieces: Iterable[Piece], start: int = 0) -> tuple[list[Placed], int]:
+def place_pieces(pieces: Iterable[SnapshotPiece], start: int = 0) -> tuple[list[PlacedPiece], int]:
     """One after another from ``start``, and where they end."""
-    found: list[Placed] = []
+    found: list[PlacedPiece] = []
     for piece in pieces:
-        found.append(Placed(piece, start))
+        found.append(PlacedPiece(piece, start))
         start += -(-piece.nbytes // _ALIGNED) * _ALIGNED
     return found, start

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.base.job_secret import Stranger, admit
+from echelon.base.job_secret import HandshakeError, admit
 from echelon.checkpoint.in_memory import snapshot_wire
-from echelon.checkpoint.in_memory.snapshot_buffer import Bank
-from echelon.checkpoint.in_memory.snapshot_wire import Garbled, Refused
+from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
+from echelon.checkpoint.in_memory.snapshot_wire import SnapshotProtocolError, SnapshotRefusedError
 
 #: Connections at a time. Each rank of the job has one here, or two, when all of them read at once.
 _MOST_CALLERS = 4096
@@ -28,7 +28,7 @@ Reply = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Kept:
+class RankSnapshot:
     """A rank's bank, and what its writer said about it: ``table`` says which tensor lies where."""
 
     number: int
@@ -37,15 +37,15 @@ class Kept:
     rank: int
     engine: int
     table: list[Any]
-    bank: Bank
+    bank: SnapshotBuffer
 
 
-class Server:
+class SnapshotServer:
     """Listens on a port of ``address``, from now until ``close``."""
 
     def __init__(self, address: str, key: bytes | None) -> None:
         self._key = key
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, RankSnapshot] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._callers: set[socket.socket] = set()
@@ -70,7 +70,7 @@ class Server:
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return sum(Bank.size(kept.bank.room, kept.bank.nbytes) for kept in self._kept.values())
+            return sum(SnapshotBuffer.size(kept.bank.room, kept.bank.nbytes) for kept in self._kept.values())
 
     def _accept(self) -> None:
         while True:
@@ -90,7 +90,9 @@ class Server:
                 caller.close()
 
     def _serve(self, caller: socket.socket) -> None:
-        with contextlib.suppress(OSError, Stranger, Garbled, ValueError):  # ValueError: of a bank that was closed
+        with contextlib.suppress(
+            OSError, HandshakeError, SnapshotProtocolError, ValueError
+        ):  # ValueError: of a bank that was closed
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished does not hang up
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._key is not None:
@@ -112,10 +114,10 @@ class Server:
         }
         op = message.get("op")
         if not isinstance(op, str) or op not in ops:
-            raise Garbled("an unknown request")
+            raise SnapshotProtocolError("an unknown request")
         try:
             reply = ops[op](caller, message)
-        except (Refused, MemoryError) as error:
+        except (SnapshotRefusedError, MemoryError) as error:
             reply = {"error": str(error)}
         except OSError as error:
             reply = {"error": error.strerror or str(error)}
@@ -126,15 +128,15 @@ class Server:
         """A new bank for a rank; it keeps its old ones until it says ``settle``."""
         table = message.get("table")
         if not isinstance(table, list):
-            raise Garbled("no table")
+            raise SnapshotProtocolError("no table")
         room, nbytes = _whole(message, "room", snapshot_wire.LONGEST), _whole(message, "nbytes", _MOST_BYTES)
         round_number, world, rank, engine = (_whole(message, name) for name in ("round", "world", "rank", "engine"))
-        bank = Bank.make(room, nbytes)
+        bank = SnapshotBuffer.make(room, nbytes)
         with self._lock:
             if self._closed:
                 bank.close()
-                raise Refused("the memory is closed")
-            kept = Kept(next(self._numbers), round_number, world, rank, engine, table, bank)
+                raise SnapshotRefusedError("the memory is closed")
+            kept = RankSnapshot(next(self._numbers), round_number, world, rank, engine, table, bank)
             self._kept[kept.number] = kept
         return {"bank": kept.number, "fd": bank.fd}
 
@@ -144,7 +146,7 @@ class Server:
         seq, step, count = (_whole(message, name) for name in ("seq", "step", "bytes"))
         facts = message.get("facts")
         if count > bank.nbytes or not seq or not isinstance(facts, str) or len(facts.encode()) > bank.room:
-            raise Garbled("a copy that does not fit")
+            raise SnapshotProtocolError("a copy that does not fit")
         slot = seq % 2
         bank.break_seal(slot)
         begin = bank.data(slot)
@@ -177,7 +179,7 @@ class Server:
         kept, seq = self._bank(message), _whole(message, "seq")
         sealed = kept.bank.sealed(seq % 2)
         if sealed is None or sealed.seq != seq:
-            raise Refused("that copy is gone")
+            raise SnapshotRefusedError("that copy is gone")
         return {"table": kept.table, "facts": json.loads(sealed.facts)}
 
     def _read(self, caller: socket.socket, message: dict[str, Any]) -> None:
@@ -186,25 +188,25 @@ class Server:
         start, count = _whole(message, "start"), _whole(message, "bytes")
         bank, slot = kept.bank, seq % 2
         if start + count > bank.nbytes:
-            raise Refused("there are no such bytes")
+            raise SnapshotRefusedError("there are no such bytes")
         sealed = bank.sealed(slot)
         if sealed is None or sealed.seq != seq:
-            raise Refused("that copy is gone")
+            raise SnapshotRefusedError("that copy is gone")
         snapshot_wire.send(caller, {"bytes": count})
         caller.settimeout(snapshot_wire.REST)
         if count:
             caller.sendfile(bank.file, bank.data(slot) + start, count)
         caller.settimeout(None)
 
-    def _bank(self, message: dict[str, Any]) -> Kept:
+    def _bank(self, message: dict[str, Any]) -> RankSnapshot:
         with self._lock:
             kept = self._kept.get(_whole(message, "bank"))
         if kept is None:
-            raise Refused("that bank is gone")
+            raise SnapshotRefusedError("that bank is gone")
         return kept
 
 
-def _copies(kept: Kept) -> list[Reply]:
+def _copies(kept: RankSnapshot) -> list[Reply]:
     found = [kept.bank.sealed(slot) for slot in (0, 1)]
     return [
         {
@@ -218,7 +220,7 @@ def _copies(kept: Kept) -> list[Reply]:
 def _whole(message: dict[str, Any], name: str, most: int = 1 << 62) -> int:
     value = message.get(name)
     if type(value) is not int or not 0 <= value <= most:
-        raise Garbled(f"no sensible '{name}'")
+        raise SnapshotProtocolError(f"no sensible '{name}'")
     return value
 
 

@@ -7,7 +7,7 @@ import json
 import socket
 from typing import Any
 
-from echelon.base.job_secret import Stranger, prove
+from echelon.base.job_secret import HandshakeError, prove
 
 #: No message is longer; the table of a hundred thousand tensors is a third of it.
 LONGEST = 32 << 20
@@ -15,18 +15,18 @@ LONGEST = 32 << 20
 REACH, REST = 10.0, 60.0
 
 
-class Garbled(Exception):
+class SnapshotProtocolError(Exception):
     """What came is no message of ours."""
 
 
-class Refused(Exception):
+class SnapshotRefusedError(Exception):
     """The other side understood, and will not."""
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     text = json.dumps(message, separators=(",", ":")).encode()
     if len(text) > LONGEST:
-        raise Refused(f"a message of {len(text)} bytes is too long")
+        raise SnapshotRefusedError(f"a message of {len(text)} bytes is too long")
     connection.sendall(len(text).to_bytes(4, "big") + text)
 
 
@@ -39,13 +39,13 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
     connection.settimeout(REST)
     length = int.from_bytes(first + _exactly(connection, 4 - len(first)), "big")
     if length > LONGEST:
-        raise Garbled(f"a message of {length} bytes")
+        raise SnapshotProtocolError(f"a message of {length} bytes")
     try:
         message = json.loads(_exactly(connection, length))
     except (ValueError, RecursionError):
-        raise Garbled("a message that is not JSON") from None
+        raise SnapshotProtocolError("a message that is not JSON") from None
     if not isinstance(message, dict):
-        raise Garbled("a message that is not an object")
+        raise SnapshotProtocolError("a message that is not an object")
     connection.settimeout(before)
     return message
 
@@ -56,7 +56,7 @@ def fill(connection: socket.socket, into: memoryview) -> None:
     while at < len(into):
         count = connection.recv_into(into[at:])
         if not count:
-            raise Garbled("it hung up in the middle")
+            raise SnapshotProtocolError("it hung up in the middle")
         at += count
 
 
@@ -66,13 +66,13 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(found) < count:
         piece = connection.recv(min(count - len(found), 1 << 16))
         if not piece:
-            raise Garbled("it hung up in the middle")
+            raise SnapshotProtocolError("it hung up in the middle")
         found += piece
     return bytes(found)
 
 
-class Line:
-    """A connection to a memory, and what may be asked there. Errors are ``OSError`` or ``Refused``."""
+class SnapshotClient:
+    """A connection to a memory, and what may be asked there. Errors are ``OSError`` or ``SnapshotRefusedError``."""
 
     def __init__(self, address: str, key: bytes | None, timeout: float = REST) -> None:
         host, _, port = address.rpartition(":")
@@ -82,9 +82,9 @@ class Line:
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if key is not None:
                 prove(self.connection, key)
-        except Stranger as error:
+        except HandshakeError as error:
             self.close()
-            raise Refused(f"the memory at {address} was not reached: {error}") from None
+            raise SnapshotRefusedError(f"the memory at {address} was not reached: {error}") from None
         except OSError:
             self.close()
             raise
@@ -97,18 +97,18 @@ class Line:
     def answer(self) -> dict[str, Any]:
         try:
             reply = receive(self.connection)
-        except Garbled as error:
+        except SnapshotProtocolError as error:
             raise ConnectionResetError(f"the memory at {self.address} sent {error}") from None
         if reply is None:
             raise ConnectionResetError(f"the memory at {self.address} hung up")
         if "error" in reply:
-            raise Refused(str(reply["error"]))
+            raise SnapshotRefusedError(str(reply["error"]))
         return reply
 
     def fill(self, into: memoryview) -> None:
         try:
             fill(self.connection, into)
-        except Garbled as error:
+        except SnapshotProtocolError as error:
             raise ConnectionResetError(f"the memory at {self.address}: {error}") from None
 
     def close(self) -> None:

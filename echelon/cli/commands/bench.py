@@ -13,9 +13,9 @@ from echelon.base.errors import UsageError
 from echelon.planner.cluster.bench_file import FORMAT, VERSION, default_path, make_room, measurements, write
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.detect import cores, gpu_kind, processor, shared_link, shared_name
-from echelon.planner.cluster.devices import CATALOGUE, Kind, kind_named
+from echelon.planner.cluster.device_catalog import CATALOGUE, DeviceSpec, kind_named
 from echelon.planner.cluster.yaml_file import link_table
-from echelon.tools.bench.figures import device_figures, link_figures
+from echelon.tools.bench.fit_figures import device_figures, link_figures
 from echelon.tools.bench.ranks import run_ranks
 
 #: More ranks than this tell a plan for one host nothing new, and take their time.
@@ -78,7 +78,7 @@ def _processes(gpus: int, quick: bool) -> int:
     return min(MOST, max(few, gpus or (2 if quick else cores())))
 
 
-def _values(rows: dict[str, Any], kind: Kind, machine: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _values(rows: dict[str, Any], kind: DeviceSpec, machine: dict[str, Any], seconds: float) -> dict[str, Any]:
     device, gpus, processes = kind.device, len(machine["gpus"]), machine["processes"]
     known = device.name in CATALOGUE and device.name != "CPU"
     figures = device_figures(rows, device, known)

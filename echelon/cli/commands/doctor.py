@@ -14,7 +14,7 @@ from echelon.base.errors import UsageError
 MODULE = "echelon.tools.doctor.examine"
 
 
-def doctor_words(words: Sequence[str], checkpoint: str | None, json: str | None, quick: bool) -> int:
+def run_doctor(words: Sequence[str], checkpoint: str | None, json: str | None, quick: bool) -> int:
     """0 when nothing is wrong, 1 when something is. ``words``: options of ``echelon run``."""
     examine = ["--quick"] if quick else []
     if checkpoint is not None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from echelon.base.errors import EchelonError, UsageError
 from echelon.base.object_path import callable_at
-from echelon.strategy.from_words import strategy_from
+from echelon.strategy.command_line import strategy_from
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def explain_words(words: Sequence[str], model: str | None, ranks: int, ranks_per_host: int | None) -> str:
+def run_explain(words: Sequence[str], model: str | None, ranks: int, ranks_per_host: int | None) -> str:
     strategy = strategy_from(words)
     return strategy.explain(model_from(model) if model else None, ranks=ranks, ranks_per_host=ranks_per_host)
 

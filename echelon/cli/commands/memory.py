@@ -16,7 +16,7 @@ from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.profiling.named_optimizers import check_name
 from echelon.tools.memory_profile.footprint import find_footprint
-from echelon.tools.memory_profile.memory_options import Asked
+from echelon.tools.memory_profile.memory_options import MemoryOptions
 from echelon.tools.memory_profile.memory_script import ask_script
 from echelon.tools.memory_profile.memory_tables import show
 from echelon.tools.plan_report import plan_options as plans
@@ -25,11 +25,11 @@ from echelon.tools.plan_report.model_source import DESCRIBED, find_source, is_sc
 USUAL = "adamw"
 
 
-def memory_words(
+def run_memory(
     model: str, arguments: Sequence[str], *, as_json: bool = False, save: str | None = None, **words: Any
 ) -> None:
     """The command. ``words`` are its other options, as they were written; None where they were not."""
-    asked = build(Asked, {"model": model, **words}, "echelon memory")
+    asked = build(MemoryOptions, {"model": model, **words}, "echelon memory")
     if asked.optimizer is not None:
         check_name(asked.optimizer)  # a slip is told before a script has run for minutes
     if asked.plan is not None:
@@ -40,18 +40,18 @@ def memory_words(
     print(json.dumps(found.to_json(), indent=1) if as_json else show(title, found))
 
 
-def _of_script(asked: Asked, arguments: Sequence[str]) -> tuple[str, Footprint]:
+def _of_script(asked: MemoryOptions, arguments: Sequence[str]) -> tuple[str, Footprint]:
     answer = ask_script(asked, arguments)
     found = Footprint.of(answer["footprint"])
     assert found is not None
     return answer["title"], found
 
 
-def _of_model(asked: Asked) -> tuple[str, Footprint]:
+def _of_model(asked: MemoryOptions) -> tuple[str, Footprint]:
     saved = SavedPlan.load(asked.plan) if asked.plan is not None else None
     batch = asked.batch if saved is None or asked.batch is not None else asked.by_plan(saved).samples
     _check_batch(asked, batch)
-    given = plans.Asked(model=asked.model, cluster=asked.cluster, batch=batch, input=asked.input)
+    given = plans.PlanOptions(model=asked.model, cluster=asked.cluster, batch=batch, input=asked.input)
     profile = find_source(given, Cluster.parse(asked.cluster)).profile
     if saved is not None and saved.model:
         saved.check_model(profile.model)
@@ -61,7 +61,7 @@ def _of_model(asked: Asked) -> tuple[str, Footprint]:
     return f"{profile.name}, {optimizer}", replace(found, notes=(*asked.remark(job), *found.notes))
 
 
-def _check_batch(asked: Asked, batch: int | None) -> None:
+def _check_batch(asked: MemoryOptions, batch: int | None) -> None:
     """Refuse a model that comes without a batch, where no size is given either."""
     kind = asked.model.partition(":")[0]
     if batch is None and kind in DESCRIBED:

@@ -10,18 +10,18 @@ from echelon.base.errors import EchelonError, UsageError
 from echelon.tools.plan_report import plan_page, plan_tables
 from echelon.tools.plan_report.make_report import make_report
 from echelon.tools.plan_report.model_source import DESCRIBED, find_source, is_script
-from echelon.tools.plan_report.plan_options import Asked, Orders
+from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOptions
 from echelon.tools.plan_report.plan_script import ask_script
-from echelon.tools.plan_report.report import Report
+from echelon.tools.plan_report.report_data import PlanReport
 
 
 class NothingFits(EchelonError):
     """No plan keeps within the memory of the devices."""
 
 
-def plan_asked(asked: Asked, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
+def run_plan(asked: PlanOptions, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
     """Find the plan and put it out: the command, for words that are checked (``words.check_words``)."""
-    orders = Orders(sizes=as_json or html is not None, save=save, explain=explain)
+    orders = PlanReportOptions(sizes=as_json or html is not None, save=save, explain=explain)
     if is_script(asked.model):
         report = ask_script(asked, orders)
     else:
@@ -40,7 +40,7 @@ def _use_of(path: str, model: str) -> str:
     return f"'echelon run --plan {path} SCRIPT' runs it"
 
 
-def _put_out(report: Report, html: str | None, as_json: bool) -> None:
+def _put_out(report: PlanReport, html: str | None, as_json: bool) -> None:
     if html is not None:
         try:
             Path(html).write_text(plan_page.render(report), encoding="utf-8")

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from echelon.base.environment import RECORD_DIR
 from echelon.base.errors import UsageError
-from echelon.cli.launcher_words import launch_module, launcher_options
+from echelon.cli.launcher_options import launch_module, launcher_options
 from echelon.launcher.rendezvous.host_options import at_least
 from echelon.zoo.entry import Setting
 from echelon.zoo.registry import require_dataset
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.resolve import Resolved, resolve
+from echelon.zoo.train.resolve import TrainConfig, resolve
 from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, sort_words
 
 MODULE = "echelon.zoo.train.run"
 
 
-def train_words(words: Sequence[str]) -> int:
+def run_train(words: Sequence[str]) -> int:
     """The exit code of the run."""
     if not words or "--help" in words or "-h" in words:
         print(help_text())
@@ -34,8 +34,8 @@ def train_words(words: Sequence[str]) -> int:
         require_dataset(data)
     resolved = resolve(sorted_words)
     _check_names(resolved)
-    from echelon.zoo.train.output import forget, output_directory  # with torch: not before names are found right
-    from echelon.zoo.train.ranks import check_ranks
+    from echelon.zoo.train.output_dir import forget, output_directory  # with torch: not before names are found right
+    from echelon.zoo.train.rank_checks import check_ranks
     from echelon.zoo.train.strategies import asked_strategy
 
     asked_strategy(resolved)  # what does not fit together is refused here, and not by each rank
@@ -52,7 +52,7 @@ def train_words(words: Sequence[str]) -> int:
     )
 
 
-def _check_names(resolved: Resolved) -> None:
+def _check_names(resolved: TrainConfig) -> None:
     """Refuse arguments of a user's model or data set that the launcher would take for its own."""
     for setting in (*resolved.model.settings, *resolved.dataset.settings):
         if setting.name in launcher_options():

@@ -19,10 +19,10 @@ from echelon.base.environment import LOG_DIR, PLAN, RECORD_DIR
 from echelon.base.errors import UsageError
 from echelon.launcher.job import Job
 from echelon.tools.verify.float64 import TOLERANCE
-from echelon.tools.verify.messages import Question
-from echelon.tools.verify.verdict import Verdict, judge, reconsidered
-from echelon.tools.verify.verdict_text import as_json, put_out
-from echelon.tools.verify.verify_options import Asked, check_asked
+from echelon.tools.verify.verdict import Verdict, apply_float64_verdict, compare_runs
+from echelon.tools.verify.verdict_text import as_json, print_verdict
+from echelon.tools.verify.verify_options import VerifyOptions, check_asked
+from echelon.tools.verify.verify_request import VerifyRequest
 
 #: Of one process: what tells a process that it is part of a job, or where its files are.
 _OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -39,39 +39,39 @@ OF_A_LOOP = (
 CANNOT_TELL = 3
 
 
-class Unclear(Exception):
+class RunsNotComparable(Exception):
     """Why the two runs cannot be compared."""
 
 
-class Stopped(Exception):
+class VerifyInterrupted(Exception):
     """By a signal, which has been told already."""
 
 
-def verify_words(asked: Asked, json: bool) -> int:
+def run_verify(asked: VerifyOptions, json: bool) -> int:
     """0 when both come to the same, or to what the strategy lets expect; 1 when they differ; 3: it cannot be told."""
     check_asked(asked)
     room = tempfile.mkdtemp(prefix="echelon-verify-")
     asked = _of_the_zoo(asked, room)
     keep = False
     try:
-        verdict = _compared(asked, Question(room, "plan", asked.steps))
+        verdict = _compared(asked, VerifyRequest(room, "plan", asked.steps))
         if verdict.status == "differs" and verdict.parting and verdict.parting.step > 1:
             verdict = _reconsidered(asked, room, verdict)
-    except Unclear as doubt:
+    except RunsNotComparable as doubt:
         print(json_module.dumps({"status": "cannot tell", "doubts": [str(doubt)]}) if json else f"cannot tell: {doubt}")
         return CANNOT_TELL
-    except (SignalException, Stopped) as stop:
+    except (SignalException, VerifyInterrupted) as stop:
         return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
-    except _Failed as error:
+    except _VerifyScriptFailed as error:
         keep = error.on_ranks  # the launcher has said where the log of the failed one is
         raise
     finally:
         _clear(room, keep)
-    print(as_json(verdict)) if json else put_out(verdict)
+    print(as_json(verdict)) if json else print_verdict(verdict)
     return {"differs": 1, "cannot tell": CANNOT_TELL}.get(verdict.status, 0)
 
 
-def _compared(asked: Asked, question: Question) -> Verdict:
+def _compared(asked: VerifyOptions, question: VerifyRequest) -> Verdict:
     _run_ranks(asked, _job(asked, question.directory), question)
     alone = replace(question, role="reference")
     _run_alone(asked, alone)
@@ -81,17 +81,19 @@ def _compared(asked: Asked, question: Question) -> Verdict:
     plan, reference = question.answered("plan"), question.answered("reference")
     assert plan is not None
     assert reference is not None
-    return judge(plan, reference, TOLERANCE if question.wide else asked.tolerance)
+    return compare_runs(plan, reference, TOLERANCE if question.wide else asked.tolerance)
 
 
-def _reconsidered(asked: Asked, room: str, verdict: Verdict) -> Verdict:
+def _reconsidered(asked: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
     """Runs that part after a first step that is the same may do so by rounding, which some models and optimizers make
     grow. In 64 bits that is far away; a fault is not. A script that does not run in 64 bits is judged as it is."""
     _say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
     wide = Path(room, "wide")
     wide.mkdir()
-    with contextlib.suppress(UsageError, Unclear):
-        return reconsidered(verdict, _compared(asked, Question(str(wide), "plan", asked.steps, wide=True)))
+    with contextlib.suppress(UsageError, RunsNotComparable):
+        return apply_float64_verdict(
+            verdict, _compared(asked, VerifyRequest(str(wide), "plan", asked.steps, wide=True))
+        )
     return verdict
 
 
@@ -104,13 +106,13 @@ def _clear(room: str, keep_logs: bool) -> None:
             path.unlink()
 
 
-class _Failed(UsageError):
+class _VerifyScriptFailed(UsageError):
     """The script did not come through; ``on_ranks``: of the plan, or else in one process."""
 
     on_ranks = False
 
 
-def _of_the_zoo(asked: Asked, room: str) -> Asked:
+def _of_the_zoo(asked: VerifyOptions, room: str) -> VerifyOptions:
     """``echelon verify train -- WORDS`` is what ``echelon train WORDS`` runs, writing nowhere that stays."""
     if not asked.is_of_the_zoo:
         return asked
@@ -120,7 +122,7 @@ def _of_the_zoo(asked: Asked, room: str) -> Asked:
     return replace(asked, script="echelon.zoo.train.run", args=(*words, *out), module=True)
 
 
-def _job(asked: Asked, room: str) -> Job:
+def _job(asked: VerifyOptions, room: str) -> Job:
     from echelon.cli import checked_job
     from echelon.cli.app import run_command
 
@@ -130,7 +132,7 @@ def _job(asked: Asked, room: str) -> Job:
         return checked_job(**context.params)
 
 
-def _run_ranks(asked: Asked, job: Job, question: Question) -> None:
+def _run_ranks(asked: VerifyOptions, job: Job, question: VerifyRequest) -> None:
     from echelon.launcher.launch_job import launch
 
     _say(f"1 of 2: {asked.script} on {job.procs} processes, {asked.steps} steps")
@@ -140,7 +142,7 @@ def _run_ranks(asked: Asked, job: Job, question: Question) -> None:
     check_answer(asked, question, code, f"on {job.procs} processes")
 
 
-def _run_alone(asked: Asked, question: Question) -> None:
+def _run_alone(asked: VerifyOptions, question: VerifyRequest) -> None:
     _say(f"2 of 2: {asked.script} in one process, given their batches together")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
     words = ["-m", asked.script] if asked.module else [asked.script]
@@ -150,21 +152,21 @@ def _run_alone(asked: Asked, question: Question) -> None:
     check_answer(asked, question, ended.returncode, "in one process")
 
 
-def check_answer(asked: Asked, question: Question, code: int, where: str) -> None:
+def check_answer(asked: VerifyOptions, question: VerifyRequest, code: int, where: str) -> None:
     """One line for a run that has left no answer."""
     if (refused := question.noted("refused")) is not None:
         raise UsageError(f"verify {asked.script}: {refused}")
     if (doubt := question.noted("unclear")) is not None:
-        raise Unclear(doubt)
+        raise RunsNotComparable(doubt)
     if code >= 128:
-        raise Stopped(code)
+        raise VerifyInterrupted(code)
     asks_again = question.noted("passes") is not None and not question.passes
     if (asks_again or question.answered(question.role) is not None) and code == 0:
         return
     if code:
         told = (question.answered("plan") or {}) if question.role == "reference" else {}
         why = f": {OF_A_LOOP}" if told.get("own_loop") else ""
-        failed = _Failed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
+        failed = _VerifyScriptFailed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
         failed.on_ranks = question.role == "plan"
         raise failed
     taken = int(question.noted("steps") or 0)

@@ -15,7 +15,7 @@ Transform = Literal["log1p", "none"] | Callable[[NDArray[np.float32]], NDArray[n
 
 
 @dataclass(frozen=True)
-class Layout:
+class CtrLayout:
     label: str | None
     #: texts of the label that mean 1; empty where the label is a number
     positive: tuple[str, ...]

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Literal
 
 from echelon.base.errors import DataError, UsageError
-from echelon.data.blocks import Block, BlockReader
-from echelon.data.ctr.columns import Layout, Transform, criteo_columns, pairs, texts
+from echelon.data.blocks import BlockReader, ColumnBlock
+from echelon.data.ctr.columns import CtrLayout, Transform, criteo_columns, pairs, texts
 
 Format = Literal["criteo", "csv", "parquet"]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -51,14 +51,14 @@ class CtrFiles:
             names, delimiter = criteo_columns(label is not None), "\t"
             numeric, categorical = [n for n in names if n[0] == "i"], [n for n in names if n[0] == "c"]
         self.paths = _found(paths)
-        self._layout = Layout(
+        self._layout = CtrLayout(
             label, texts(positive), tuple(numeric), pairs(categorical), transform, fill, tuple(missing), seed
         )
         self._layout.check()
         self._format, self._names, self._delimiter, self._block_bytes = format, names, delimiter, block_bytes
-        from echelon.data.ctr.parse import Skipped
+        from echelon.data.ctr.parse import SkippedRows
 
-        self._skipped, self._broken = Skipped(), broken
+        self._skipped, self._broken = SkippedRows(), broken
         self._index()
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class CtrFiles:
         return self._skipped.first
 
     def reader(self) -> BlockReader:
-        return Reader(self)
+        return CtrReader(self)
 
     def _index(self) -> None:
         """Where the blocks lie. Files are looked through side by side."""
@@ -115,7 +115,7 @@ class CtrFiles:
         return [run for run in runs if run]
 
 
-class Reader:
+class CtrReader:
     """One pass over the files."""
 
     def __init__(self, files: CtrFiles) -> None:
@@ -126,18 +126,20 @@ class Reader:
             self._fetch: Any = files._blocks.__getitem__
             self._columns: Any = ParquetColumns(files._layout, skipped)
             return
-        from echelon.data.ctr.parse import Parse
-        from echelon.data.ctr.text import TextFetch, read_header
+        from echelon.data.ctr.parse import TextBlockParser
+        from echelon.data.ctr.text import TextBlockReader, read_header
 
         header = partial(read_header, delimiter=files._delimiter, layout=files._layout)
         names = {path: list(files._names) if files._names else header(path) for path in files.paths}
-        self._fetch = TextFetch(files._blocks)
-        self._columns = Parse(files._layout, names, files._delimiter, quotes=files._format == "csv", skipped=skipped)
+        self._fetch = TextBlockReader(files._blocks)
+        self._columns = TextBlockParser(
+            files._layout, names, files._delimiter, quotes=files._format == "csv", skipped=skipped
+        )
 
     def fetch(self, number: int) -> Any:
         return self._fetch(number)
 
-    def columns(self, fetched: Any) -> Block:
+    def columns(self, fetched: Any) -> ColumnBlock:
         return self._columns(fetched)  # type: ignore[no-any-return]
 
 

@@ -9,10 +9,10 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from echelon.base.errors import DataError, nearest
-from echelon.data.blocks import Block
-from echelon.data.ctr.columns import Layout
-from echelon.data.ctr.parse import Skipped
-from echelon.data.ctr.tensors import Tensors
+from echelon.data.blocks import ColumnBlock
+from echelon.data.ctr.columns import CtrLayout
+from echelon.data.ctr.parse import SkippedRows
+from echelon.data.ctr.tensors import TensorBlockBuilder
 
 
 class RowGroup(NamedTuple):
@@ -23,7 +23,7 @@ class RowGroup(NamedTuple):
     line: int
 
 
-def index_parquet(path: str, layout: Layout) -> list[RowGroup]:
+def index_parquet(path: str, layout: CtrLayout) -> list[RowGroup]:
     """The row groups of a file: what its footer says."""
     with _open(path, layout) as file:
         names = file.schema_arrow.names
@@ -38,7 +38,7 @@ def index_parquet(path: str, layout: Layout) -> list[RowGroup]:
     return [group for group in groups if group.rows]
 
 
-def _open(path: str, layout: Layout) -> parquet.ParquetFile:
+def _open(path: str, layout: CtrLayout) -> parquet.ParquetFile:
     try:
         # words that repeat are hashed once for each row group
         return parquet.ParquetFile(path, read_dictionary=layout.texts, memory_map=True)
@@ -49,10 +49,10 @@ def _open(path: str, layout: Layout) -> parquet.ParquetFile:
 class ParquetColumns:
     """Makes blocks of tensors from row groups."""
 
-    def __init__(self, layout: Layout, skipped: Skipped | None) -> None:
-        self._layout, self._tensors, self._skipped = layout, Tensors(layout), skipped
+    def __init__(self, layout: CtrLayout, skipped: SkippedRows | None) -> None:
+        self._layout, self._tensors, self._skipped = layout, TensorBlockBuilder(layout), skipped
 
-    def __call__(self, group: RowGroup) -> Block:
+    def __call__(self, group: RowGroup) -> ColumnBlock:
         try:
             with _open(group.path, self._layout) as file:
                 table = file.read_row_group(group.group, columns=self._layout.columns, use_threads=False)

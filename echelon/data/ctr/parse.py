@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from echelon.base.errors import DataError
-from echelon.data.blocks import Block
-from echelon.data.ctr.columns import Layout
-from echelon.data.ctr.tensors import Tensors
-from echelon.data.ctr.text import Fetched
+from echelon.data.blocks import ColumnBlock
+from echelon.data.ctr.columns import CtrLayout
+from echelon.data.ctr.tensors import TensorBlockBuilder
+from echelon.data.ctr.text import FetchedText
 
 
-class Broken(Exception):
+class MalformedRowsError(Exception):
     """A text that is not rows of the layout; says why."""
 
 
-class Skipped:
+class SkippedRows:
     """Rows left out because they could not be read; shared by all threads that read."""
 
     def __init__(self) -> None:
@@ -37,13 +37,19 @@ class Skipped:
             self.first = self.first or why
 
 
-class Parse:
+class TextBlockParser:
     """Makes blocks of tensors from blocks of lines."""
 
     def __init__(
-        self, layout: Layout, names: dict[str, list[str]], delimiter: str, *, quotes: bool, skipped: Skipped | None
+        self,
+        layout: CtrLayout,
+        names: dict[str, list[str]],
+        delimiter: str,
+        *,
+        quotes: bool,
+        skipped: SkippedRows | None,
     ) -> None:
-        self._layout, self._names, self._tensors, self._skipped = layout, names, Tensors(layout), skipped
+        self._layout, self._names, self._tensors, self._skipped = layout, names, TensorBlockBuilder(layout), skipped
         self._parsing = csv.ParseOptions(delimiter=delimiter, quote_char='"' if quotes else False)
         kinds = {name: pa.float32() for name in layout.columns} | {name: pa.binary() for name in layout.texts}
         self._converting = csv.ConvertOptions(
@@ -54,11 +60,11 @@ class Parse:
             quoted_strings_can_be_null=False,
         )
 
-    def __call__(self, fetched: Fetched) -> Block:
+    def __call__(self, fetched: FetchedText) -> ColumnBlock:
         block, text = fetched
         try:
             return self._tensors(self._table(text, block.rows, self._names[block.path]))
-        except Broken:
+        except MalformedRowsError:
             return self._mended(fetched)
 
     def _table(self, text: bytes, rows: int, names: list[str]) -> pa.Table:
@@ -66,14 +72,14 @@ class Parse:
         try:
             table = csv.read_csv(pa.BufferReader(text), reading, self._parsing, self._converting)
         except pa.ArrowInvalid as error:
-            raise Broken(_reason(error)) from None
+            raise MalformedRowsError(_reason(error)) from None
         if table.num_rows != rows:
-            raise Broken("the line is empty" if table.num_rows < rows else "the line holds several rows")
+            raise MalformedRowsError("the line is empty" if table.num_rows < rows else "the line holds several rows")
         if self._layout.label is not None and table.column(self._layout.label).null_count:
-            raise Broken(f"no value in the label column '{self._layout.label}'")
+            raise MalformedRowsError(f"no value in the label column '{self._layout.label}'")
         return table
 
-    def _mended(self, fetched: Fetched) -> Block:
+    def _mended(self, fetched: FetchedText) -> ColumnBlock:
         """The block without its broken lines; an error where those are not to be left out."""
         block, text = fetched
         lines = text.removesuffix(b"\n").split(b"\n")
@@ -87,7 +93,7 @@ class Parse:
         good = [line for line, is_whole in zip(lines, whole, strict=True) if is_whole]
         return _spread(self._of_lines(good, block.path), whole)
 
-    def _of_lines(self, lines: list[bytes], path: str) -> Block:
+    def _of_lines(self, lines: list[bytes], path: str) -> ColumnBlock:
         names = self._names[path]
         table = self._table(b"\n".join(lines), len(lines), names) if lines else self._empty()
         return self._tensors(table)
@@ -102,7 +108,7 @@ class Parse:
             return
         try:
             self._table(b"\n".join(lines) + b"\n", len(lines), names)
-        except Broken as why:
+        except MalformedRowsError as why:
             if len(lines) == 1:
                 yield first, str(why)
                 return
@@ -111,11 +117,11 @@ class Parse:
             yield from self._faults(lines[half:], first + half, names)
 
 
-def _spread(good: Block, whole: NDArray[np.bool_]) -> Block:
+def _spread(good: ColumnBlock, whole: NDArray[np.bool_]) -> ColumnBlock:
     """Columns with a place for every line, so that a row's place does not depend on what was left out before it."""
     at = torch.from_numpy(np.flatnonzero(whole))
     columns = [column.new_zeros((len(whole), *column.shape[1:])).index_copy_(0, at, column) for column in good.columns]
-    return Block(columns, whole)
+    return ColumnBlock(columns, whole)
 
 
 def _reason(error: Exception) -> str:

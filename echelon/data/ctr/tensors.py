@@ -8,20 +8,20 @@ import torch
 from numpy.typing import NDArray
 
 from echelon.base.errors import DataError
-from echelon.data.blocks import Block
-from echelon.data.ctr.columns import Layout
+from echelon.data.blocks import ColumnBlock
+from echelon.data.ctr.columns import CtrLayout
 from echelon.data.ctr.hashing import hash_texts, salt_of, text_id
 
 
-class Tensors:
+class TensorBlockBuilder:
     """Makes blocks for one layout."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: CtrLayout) -> None:
         self._layout = layout
         self._salts = [salt_of(name, layout.seed) for _, name in layout.categorical]
         self._positive = np.array([text_id(text, 0) for text in layout.positive], np.int64)
 
-    def __call__(self, table: pa.Table, whole: NDArray[np.bool_] | None = None) -> Block:
+    def __call__(self, table: pa.Table, whole: NDArray[np.bool_] | None = None) -> ColumnBlock:
         layout, rows = self._layout, table.num_rows
         ids = np.empty((rows, len(layout.categorical)), np.int64)
         for slot, (column, _) in enumerate(layout.categorical):
@@ -32,7 +32,7 @@ class Tensors:
         columns = [torch.from_numpy(ids), torch.from_numpy(layout.scaled(numbers))]
         if layout.label is not None:
             columns.append(torch.from_numpy(self._labels(table.column(layout.label))))
-        return Block(columns, whole)
+        return ColumnBlock(columns, whole)
 
     def _labels(self, column: pa.ChunkedArray) -> NDArray[np.float32]:
         if not self._layout.positive:

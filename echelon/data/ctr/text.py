@@ -12,7 +12,7 @@ from functools import partial
 from typing import IO, Any, NamedTuple
 
 from echelon.base.errors import DataError, nearest
-from echelon.data.ctr.columns import Layout
+from echelon.data.ctr.columns import CtrLayout
 
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -40,7 +40,7 @@ def open_text(path: str) -> IO[bytes]:
     return opened(path)
 
 
-def read_header(path: str, delimiter: str, layout: Layout) -> list[str]:
+def read_header(path: str, delimiter: str, layout: CtrLayout) -> list[str]:
     """The names in a file's first line, which must have all that the layout asks for."""
     with open_text(path) as file:
         line = file.readline(LONGEST_LINE)
@@ -101,12 +101,12 @@ def _whole_lines(path: str, file: IO[bytes], block_bytes: int) -> Iterator[bytes
         yield rest
 
 
-class Fetched(NamedTuple):
+class FetchedText(NamedTuple):
     block: TextBlock
     text: bytes
 
 
-class TextFetch:
+class TextBlockReader:
     """Reads blocks in the order of a pass, and keeps the file at hand open: a gzip file goes on where it is."""
 
     def __init__(self, blocks: list[TextBlock]) -> None:
@@ -114,7 +114,7 @@ class TextFetch:
         self._path: str | None = None
         self._file: Any = None
 
-    def __call__(self, number: int) -> Fetched:
+    def __call__(self, number: int) -> FetchedText:
         block = self._blocks[number]
         try:
             if self._path != block.path:
@@ -128,7 +128,7 @@ class TextFetch:
             raise DataError(
                 f"{block.path} has become shorter since it was opened; leave files alone while they are read"
             )
-        return Fetched(block, text)
+        return FetchedText(block, text)
 
     def close(self) -> None:
         if self._file is not None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import UsageError
-from echelon.data.download.file_download import Fetcher, Stopped, explained
-from echelon.data.download.origin import Origin
+from echelon.data.download.file_download import DownloadStopped, FileFetcher, explain_os_errors
 from echelon.data.download.progress import Progress
-from echelon.data.download.spec import WORKINGS, File
+from echelon.data.download.spec import WORKINGS, RemoteFile
+from echelon.data.download.spec_origin import Origin
 from echelon.data.download.unpacking import ARCHIVE, unpack
 from echelon.distributed import world
 
@@ -69,12 +69,12 @@ class Downloader:
         wanted = self._origin.wanted(self._token)
         files = wanted.files[self._share]
         progress = Progress(len(files), aloud)
-        fetcher = Fetcher(self._out, wanted.access, wanted.spec.retries, progress.came, stop)
+        fetcher = FileFetcher(self._out, wanted.access, wanted.spec.retries, progress.came, stop)
 
-        def fetch(file: File) -> None:
+        def fetch(file: RemoteFile) -> None:
             fetcher.fetch(file)
             if wanted.spec.unpack and file.name.endswith(ARCHIVE):
-                with explained(self._out):
+                with explain_os_errors(self._out):
                     unpack(self._out, file.name)
 
         _in_threads(files, fetch, progress, self._parallel or wanted.spec.parallel, stop)
@@ -84,13 +84,17 @@ class Downloader:
     def _leave_names(self, names: list[str]) -> None:
         """For the other ranks of this host, so that not each of them asks for the list."""
         draft = self._notes.with_suffix(f".{os.getpid()}")
-        with explained(self._notes):
+        with explain_os_errors(self._notes):
             draft.write_text(json.dumps(names))
             draft.replace(self._notes)
 
 
 def _in_threads(
-    files: Sequence[File], fetch: Callable[[File], None], progress: Progress, parallel: int, stop: threading.Event
+    files: Sequence[RemoteFile],
+    fetch: Callable[[RemoteFile], None],
+    progress: Progress,
+    parallel: int,
+    stop: threading.Event,
 ) -> None:
     """The first failure stops the rest and is raised here."""
     waiting, taking, failures = iter(files), threading.Lock(), list[BaseException]()
@@ -118,7 +122,7 @@ def _in_threads(
         stop.set()
         raise
     if stop.is_set():
-        raise next((error for error in failures if not isinstance(error, Stopped)), Stopped())
+        raise next((error for error in failures if not isinstance(error, DownloadStopped)), DownloadStopped())
 
 
 def _token(name: str | None) -> str:

@@ -19,20 +19,27 @@ from pathlib import Path
 
 from echelon.base.errors import DataError
 from echelon.base.formatting import size as bytes_in_words
-from echelon.data.download.source import Access, Lost, Opened, backoff, open_url, shown
-from echelon.data.download.spec import WORKINGS, File
-from echelon.data.download.verified import Verified, digest
+from echelon.data.download.spec import WORKINGS, RemoteFile
+from echelon.data.download.url_source import (
+    Access,
+    OpenRemoteFile,
+    RetryableDownloadError,
+    backoff,
+    open_url,
+    redact_url,
+)
+from echelon.data.download.verified_files import VerifiedFiles, digest
 
 CHUNK = 1 << 18
 #: An attempt that brought this much was none in vain: a line that breaks every few minutes still ends a large file.
 PROGRESS = 1 << 20
 
 
-class Stopped(Exception):
+class DownloadStopped(Exception):
     """Another file failed, or another host: no reason to go on with this one."""
 
 
-class Fetcher:
+class FileFetcher:
     """Fetches files into ``folder``, from as many threads as there are.
 
     came: told the bytes that have come, as they come
@@ -45,15 +52,15 @@ class Fetcher:
         self._folder, self._access, self._retries = folder, access, retries
         self._came, self._stop = came, stop
         self._workings = folder / WORKINGS
-        with explained(folder):
+        with explain_os_errors(folder):
             self._workings.mkdir(parents=True, exist_ok=True)
-        self._verified = Verified(self._workings / "verified.jsonl")
+        self._verified = VerifiedFiles(self._workings / "verified.jsonl")
 
-    def fetch(self, file: File) -> None:
+    def fetch(self, file: RemoteFile) -> None:
         """Returns when the file is in its place, by us or by another process."""
         target = self._folder / file.name
-        with explained(target):
-            if self._verified.vouches(file, target):
+        with explain_os_errors(target):
+            if self._verified.is_verified(file, target):
                 return
             target.parent.mkdir(parents=True, exist_ok=True)
             part = self._workings / f"{hashlib.sha256(file.name.encode()).hexdigest()[:24]}.part"
@@ -63,7 +70,7 @@ class Fetcher:
                     return
                 self._fetch_twice_if_damaged(file, target, part, handle)
 
-    def _fetch_twice_if_damaged(self, file: File, target: Path, part: Path, handle: FileIO) -> None:
+    def _fetch_twice_if_damaged(self, file: RemoteFile, target: Path, part: Path, handle: FileIO) -> None:
         for attempt in range(2):
             if not self._complete(file, target, part, handle):
                 _remove(part)
@@ -76,34 +83,34 @@ class Fetcher:
             if attempt:
                 _remove(part)
                 raise DataError(
-                    f"'{file.name}' from {shown(file.url)} came twice with {file.checksum[0]} {found}, but the spec "
-                    f"says {file.checksum[1]}; the file or the spec is damaged or out of date"
+                    f"'{file.name}' from {redact_url(file.url)} came twice with {file.checksum[0]} {found}, but the "
+                    f"spec says {file.checksum[1]}; the file or the spec is damaged or out of date"
                 )
 
-    def _put_in_place(self, file: File, target: Path, part: Path, handle: FileIO) -> None:
+    def _put_in_place(self, file: RemoteFile, target: Path, part: Path, handle: FileIO) -> None:
         os.fsync(handle.fileno())
         part.replace(target)
         _version_file(part).unlink(missing_ok=True)
         _sync_folder(target.parent)
         self._verified.add(file, target)
 
-    def _complete(self, file: File, target: Path, part: Path, handle: FileIO) -> bool:
+    def _complete(self, file: RemoteFile, target: Path, part: Path, handle: FileIO) -> bool:
         """Fill the part, over as many attempts as it takes. False: the file in place is all there is to be had."""
         failures = 0
         while True:
             had = _length(handle)
             try:
                 return self._attempt(file, target, part, handle)
-            except Lost as lost:
+            except RetryableDownloadError as lost:
                 failures = 0 if _length(handle) - had >= PROGRESS else failures + 1
                 if failures > self._retries:
                     raise DataError(
-                        f"{shown(file.url)}: {lost} ({failures} attempts, {_length(handle):,} bytes are here); "
+                        f"{redact_url(file.url)}: {lost} ({failures} attempts, {_length(handle):,} bytes are here); "
                         "run it again to go on from there"
                     ) from None
                 self._pause(lost.pause if lost.pause is not None else backoff(failures))
 
-    def _attempt(self, file: File, target: Path, part: Path, handle: FileIO) -> bool:
+    def _attempt(self, file: RemoteFile, target: Path, part: Path, handle: FileIO) -> bool:
         version = _version_file(part).read_text() if _version_file(part).exists() else ""
         # A byte less than there is: a server has no answer to a range that begins at the end of a file.
         start = max(0, _length(handle) - 1) if version or file.checksum else 0
@@ -122,20 +129,22 @@ class Fetcher:
             opened.close()
         return True
 
-    def _pour(self, opened: Opened, file: File, size: int | None, handle: FileIO) -> None:
+    def _pour(self, opened: OpenRemoteFile, file: RemoteFile, size: int | None, handle: FileIO) -> None:
         handle.truncate(opened.start)
         done = handle.seek(opened.start)
         while chunk := opened.read(CHUNK):
             done += len(chunk)
             if size is not None and done > size:
                 handle.truncate(0)
-                raise DataError(f"{shown(file.url)} sends more than the {size:,} bytes it should have; nothing is kept")
+                raise DataError(
+                    f"{redact_url(file.url)} sends more than the {size:,} bytes it should have; nothing is kept"
+                )
             _write(handle, chunk)
             self._came(len(chunk))
             if self._stop.is_set():
-                raise Stopped
+                raise DownloadStopped
         if size is not None and done < size:
-            raise Lost(f"the connection ended after {done:,} of {size:,} bytes")
+            raise RetryableDownloadError(f"the connection ended after {done:,} of {size:,} bytes")
 
     @contextlib.contextmanager
     def _locked(self, part: Path) -> Iterator[FileIO]:
@@ -150,11 +159,11 @@ class Fetcher:
 
     def _pause(self, seconds: float) -> None:
         if self._stop.wait(seconds):
-            raise Stopped
+            raise DownloadStopped
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_os_errors(path: Path) -> Iterator[None]:
     """What the disk refuses, in one line. What comes from afar has been told apart before."""
     try:
         yield
@@ -168,10 +177,10 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"'{path}' cannot be written: {reason}; {hint}") from None
 
 
-def _agreed_size(file: File, opened: Opened) -> int | None:
+def _agreed_size(file: RemoteFile, opened: OpenRemoteFile) -> int | None:
     if file.size is not None and opened.size is not None and file.size != opened.size:
         raise DataError(
-            f"{shown(file.url)} has {opened.size:,} bytes, but the spec says {file.size:,}; "
+            f"{redact_url(file.url)} has {opened.size:,} bytes, but the spec says {file.size:,}; "
             "the file or the spec is out of date"
         )
     return file.size if file.size is not None else opened.size

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from echelon.base.errors import DataError, UsageError
 from echelon.data.collate import one_line
-from echelon.data.download.source import WEB, Access, Lost, Opened, shown
+from echelon.data.download.url_source import WEB, Access, OpenRemoteFile, RetryableDownloadError, redact_url
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}
 PASSING = (OSError, http.client.HTTPException)
@@ -26,7 +26,7 @@ LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 LONGEST_PAUSE = 60.0
 
 
-def open_web(url: str, access: Access, start: int, version: str) -> Opened:
+def open_web(url: str, access: Access, start: int, version: str) -> OpenRemoteFile:
     check_web(url)
     request = urllib.request.Request(url, headers={"User-Agent": "echelon", "Accept-Encoding": "identity"})
     if start:
@@ -55,13 +55,13 @@ def check_web(url: str) -> None:
     """Refuse what is no URL before anybody is asked for it."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
-        raise UsageError(f"'{shown(url)}' has a name or password in it; give a token by token_env instead")
+        raise UsageError(f"'{redact_url(url)}' has a name or password in it; give a token by token_env instead")
     try:
         good = bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         good = False
     if not good or re.search(r"[\x00-\x20\x7f-\U0010ffff]", url):
-        raise UsageError(f"'{shown(url)!a}' is no URL: a host is missing, or a character must be written as %XX")
+        raise UsageError(f"'{redact_url(url)!a}' is no URL: a host is missing, or a character must be written as %XX")
 
 
 def host_of(url: str) -> str:
@@ -73,27 +73,29 @@ def host_of(url: str) -> str:
 def _show_token(request: urllib.request.Request, token: str) -> None:
     parts = urlsplit(request.full_url)
     if parts.scheme != "https" and parts.hostname not in LOOPBACKS:
-        raise UsageError(f"{shown(request.full_url)} would be sent the token for all to read; use https://")
+        raise UsageError(f"{redact_url(request.full_url)} would be sent the token for all to read; use https://")
     request.add_unredirected_header("Authorization", f"Bearer {token}")  # "unredirected": not for the next host
 
 
-def _opened(response: Any, asked: int) -> Opened:
+def _opened(response: Any, asked: int) -> OpenRemoteFile:
     length = response.headers.get("Content-Length")
     start, size = 0, int(length) if length and length.isdigit() else None
     if response.status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
         if found is None or int(found[1]) != asked:
             response.close()
-            raise Lost("the server answered with another part of the file than was asked for")
+            raise RetryableDownloadError("the server answered with another part of the file than was asked for")
         start, size = int(found[1]), int(found[2])
-    return Opened(functools.partial(_read, response), response.close, start, size, _version(response.headers, size))
+    return OpenRemoteFile(
+        functools.partial(_read, response), response.close, start, size, _version(response.headers, size)
+    )
 
 
 def _read(response: Any, count: int) -> bytes:
     try:
         return bytes(response.read1(count))  # what has come, not all that was asked for: less is lost with a connection
     except PASSING as error:
-        raise Lost(one_line(error)) from error
+        raise RetryableDownloadError(one_line(error)) from error
 
 
 def _version(headers: HTTPMessage, size: int | None) -> str:
@@ -105,23 +107,25 @@ def _version(headers: HTTPMessage, size: int | None) -> str:
 def _refusal(url: str, error: urllib.error.HTTPError) -> Exception:
     if error.code in BUSY:
         pause = error.headers.get("Retry-After", "")
-        return Lost(f"HTTP {error.code}", min(float(pause), LONGEST_PAUSE) if pause.isdecimal() else None)
+        return RetryableDownloadError(
+            f"HTTP {error.code}", min(float(pause), LONGEST_PAUSE) if pause.isdecimal() else None
+        )
     hints = {404: "check the name", 401: "it asks for a token: token_env", 403: "it asks for a token: token_env"}
     reason = one_line(Exception(error.reason or ""), 80)
-    return DataError(f"{shown(url)}: HTTP {error.code} {reason}; {hints.get(error.code, 'check the spec')}")
+    return DataError(f"{redact_url(url)}: HTTP {error.code} {reason}; {hints.get(error.code, 'check the spec')}")
 
 
 def _unreachable(url: str, reason: object) -> Exception:
     if isinstance(reason, ssl.SSLCertVerificationError):
         return DataError(
-            f"{shown(url)}: its certificate is not trusted ({reason.verify_message}); "
+            f"{redact_url(url)}: its certificate is not trusted ({reason.verify_message}); "
             "if it is your own, name its authority's file in SSL_CERT_FILE"
         )
     if isinstance(reason, _BadRedirect):
         return DataError(str(reason))
     if isinstance(reason, http.client.InvalidURL | UnicodeError):
-        return UsageError(f"'{shown(url)}' is no URL: {one_line(reason)}")
-    return Lost(one_line(reason) if isinstance(reason, BaseException) else str(reason))
+        return UsageError(f"'{redact_url(url)}' is no URL: {one_line(reason)}")
+    return RetryableDownloadError(one_line(reason) if isinstance(reason, BaseException) else str(reason))
 
 
 class _BadRedirect(OSError):
@@ -138,7 +142,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if to not in WEB or (urlsplit(req.full_url).scheme == "https" and to != "https"):
             fp.close()
             raise _BadRedirect(
-                f"{shown(req.full_url)} sends us on to {shown(newurl)}, which is not safe; ask its owner"
+                f"{redact_url(req.full_url)} sends us on to {redact_url(newurl)}, which is not safe; ask its owner"
             )
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
         token = req.get_header("Authorization")

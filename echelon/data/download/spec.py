@@ -17,7 +17,7 @@ from echelon.base.config import build, require, strict
 from echelon.base.errors import DataError, UsageError
 from echelon.data.collate import one_line
 from echelon.data.download import fleet_spec
-from echelon.data.download.source import WEB, is_remote, scheme_of, shown
+from echelon.data.download.url_source import WEB, is_remote, redact_url, scheme_of
 
 #: YAML takes a second per megabyte; more names than fit in here are for ``list``, whose lines take a microsecond each.
 SPEC_BYTES, LIST_BYTES = 8 << 20, 256 << 20
@@ -30,11 +30,11 @@ _DIGITS = r"(?P<digits>[0-9a-fA-F]{32}|[0-9a-fA-F]{64})"
 _CHECKSUM_FIRST = re.compile(rf"{_DIGITS}[ \t]+\*?(?P<name>.+)")
 _NAME_FIRST = re.compile(rf"(?P<name>.+?)[ \t]+{_DIGITS}")  # as Fleet's filelist.txt has it
 
-T = TypeVar("T", bound="Entry | Spec")
+T = TypeVar("T", bound="SpecFileEntry | Spec")
 
 
 @strict
-class Entry:
+class SpecFileEntry:
     """One file. Without ``url`` it lies at the spec's ``base``; without a checksum its size is all that is checked."""
 
     name: str
@@ -66,7 +66,7 @@ class Spec:
     """
 
     base: str | None = None
-    files: tuple[str | Entry, ...] = ()
+    files: tuple[str | SpecFileEntry, ...] = ()
     list: str | None = None
     meta: str | None = None
     unpack: bool = False
@@ -90,7 +90,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class File:
+class RemoteFile:
     """One file to fetch. ``checksum`` is (algorithm, digits), or None."""
 
     name: str
@@ -104,32 +104,32 @@ def parse_spec(text: str, source: str) -> Spec:
     try:
         plain = json.loads(text, object_pairs_hook=_without_repeats) if source.endswith(".json") else _parse_yaml(text)
     except RecursionError:
-        raise UsageError(f"{shown(source)}: nests too deeply; a spec is a list of files") from None
+        raise UsageError(f"{redact_url(source)}: nests too deeply; a spec is a list of files") from None
     except ValueError as error:
-        raise UsageError(f"{shown(source)} cannot be read: {one_line(error)}") from None
-    return make_spec(plain, shown(source))
+        raise UsageError(f"{redact_url(source)} cannot be read: {one_line(error)}") from None
+    return make_spec(plain, redact_url(source))
 
 
 def make_spec(plain: Any, source: str = "Spec") -> Spec:
     return build(Spec, plain, source)
 
 
-def files_of(spec: Spec, folder: str) -> list[File]:
+def files_of(spec: Spec, folder: str) -> list[RemoteFile]:
     """The files of a spec that lists them; ``folder`` is where the spec is, for what is named relative to it."""
     base = joined(folder, spec.base or "")
-    entries = (Entry(name=item) if isinstance(item, str) else item for item in spec.files)
+    entries = (SpecFileEntry(name=item) if isinstance(item, str) else item for item in spec.files)
     return _checked((_file(entry, base, folder) for entry in entries), folder)
 
 
-def files_listed(spec: Spec, text: str, further: str, source: str, folder: str) -> list[File]:
+def files_listed(spec: Spec, text: str, further: str, source: str, folder: str) -> list[RemoteFile]:
     """Return the files of ``list``, by lines of checksum and name, and those of ``meta``, by lines of names."""
     base = joined(folder, spec.base) if spec.base else folder_of(source)
     names = (line.strip() for line in further.splitlines())
-    entries = (*_entries(text, shown(source)), *(Entry(name=name) for name in names if name))
+    entries = (*_entries(text, redact_url(source)), *(SpecFileEntry(name=name) for name in names if name))
     return _checked((_file(entry, base, folder) for entry in entries), folder)
 
 
-def _entries(text: str, source: str) -> Iterable[Entry]:
+def _entries(text: str, source: str) -> Iterable[SpecFileEntry]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -140,10 +140,14 @@ def _entries(text: str, source: str) -> Iterable[Entry]:
             )
         digits, name = found["digits"], found["name"]
         name = name.removeprefix("./")  # as `find . | xargs sha256sum` has it
-        yield Entry(name=name, sha256=digits) if len(digits) == HEX["sha256"] else Entry(name=name, md5=digits)
+        yield (
+            SpecFileEntry(name=name, sha256=digits)
+            if len(digits) == HEX["sha256"]
+            else SpecFileEntry(name=name, md5=digits)
+        )
 
 
-def _file(entry: Entry, base: str, folder: str) -> File:
+def _file(entry: SpecFileEntry, base: str, folder: str) -> RemoteFile:
     check_name(entry.name)
     url = joined(folder, entry.url) if entry.url else joined(base, entry.name, quoted=scheme_of(base) in WEB)
     if is_remote(folder) and not is_remote(url):
@@ -151,7 +155,7 @@ def _file(entry: Entry, base: str, folder: str) -> File:
             f"'{entry.name}' is to come from '{url}', a path of this machine; a spec from afar may not say so"
         )
     kind = next((kind for kind in ("sha256", "md5") if getattr(entry, kind)), None)
-    return File(entry.name, url, (kind, getattr(entry, kind).lower()) if kind else None, entry.size)
+    return RemoteFile(entry.name, url, (kind, getattr(entry, kind).lower()) if kind else None, entry.size)
 
 
 def check_name(name: str) -> None:
@@ -165,14 +169,14 @@ def check_name(name: str) -> None:
         raise DataError(f"the name {name[:40]!r}... is too long: 255 bytes at most between slashes, 1024 in all")
 
 
-def _checked(files: Iterable[File], folder: str) -> list[File]:
-    found: dict[str, File] = {}
+def _checked(files: Iterable[RemoteFile], folder: str) -> list[RemoteFile]:
+    found: dict[str, RemoteFile] = {}
     for file in files:
         if file.name in found:
-            raise DataError(f"{shown(folder)}: the file '{file.name[:100]}' is listed twice; keep one")
+            raise DataError(f"{redact_url(folder)}: the file '{file.name[:100]}' is listed twice; keep one")
         found[file.name] = file
         if len(found) > MOST_FILES:
-            raise DataError(f"{shown(folder)}: more than {MOST_FILES:,} files; pack them into fewer, larger ones")
+            raise DataError(f"{redact_url(folder)}: more than {MOST_FILES:,} files; pack them into fewer, larger ones")
     return list(found.values())
 
 

@@ -6,43 +6,43 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.distributed.world import World
-from echelon.engine.checkpointing import Keeper
-from echelon.engine.consistency import Company
+from echelon.engine.checkpointing import CheckpointManager
+from echelon.engine.consistency import ConsistencyChecker
 
 if TYPE_CHECKING:  # what makes copies and reads them is imported by a run that does
     from echelon.checkpoint import Stored
-    from echelon.engine.in_memory.snapshot_writer import Copies
+    from echelon.engine.in_memory.snapshot_writer import SnapshotWriter
 
 
-class Memories:
+class MemoryCheckpointer:
     """``statistics``: whether replicas have batch-norm statistics of their own."""
 
     def __init__(
         self,
-        where: Where,
+        where: SnapshotHosts,
         world: World,
-        keeper: Keeper,
-        company: Company,
+        keeper: CheckpointManager,
+        company: ConsistencyChecker,
         statistics: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self.where, self._world, self._keeper, self._company = where, world, keeper, company
         self._statistics, self._say = statistics, say
-        self.copies: Copies | None = None  #: from the first step on
+        self.copies: SnapshotWriter | None = None  #: from the first step on
 
     @staticmethod
     def find(
         world: World,
-        keeper: Keeper,
-        company: Company,
+        keeper: CheckpointManager,
+        company: ConsistencyChecker,
         statistics: Callable[[], bool],
         say: Callable[[str], None],
-    ) -> Memories | None:
+    ) -> MemoryCheckpointer | None:
         """Where the launcher was asked for copies."""
-        where = Where.for_next_engine()
-        return None if where is None else Memories(where, world, keeper, company, statistics, say)
+        where = SnapshotHosts.for_next_engine()
+        return None if where is None else MemoryCheckpointer(where, world, keeper, company, statistics, say)
 
     def newest(self, skipped: int = 0) -> Stored | None:
         """The newest copies that an earlier round has left, of no earlier step than the checkpoint.
@@ -72,11 +72,11 @@ class Memories:
         if self.copies is not None:
             self.copies.close()
 
-    def _open(self) -> Copies:
-        from echelon.engine.in_memory.snapshot_writer import Copies
+    def _open(self) -> SnapshotWriter:
+        from echelon.engine.in_memory.snapshot_writer import SnapshotWriter
 
         limit = timedelta(seconds=self._world.timeout)
-        return Copies(
+        return SnapshotWriter(
             *(self.where, self._world, self._keeper, lambda: self._company.groups.new(backend="gloo", timeout=limit)),
             *(self._statistics, self._say),
         )

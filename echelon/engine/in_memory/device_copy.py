@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.in_memory.snapshot_buffer import Bank
-from echelon.engine.in_memory.snapshot_layout import Form
+from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
+from echelon.engine.in_memory.snapshot_layout import SnapshotLayout
 
 
-class Transfer:
+class DeviceCopy:
     """``at_once``: a copy is there when ``copy`` returns; else when ``wait`` does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Transfer:
         self._read: torch.cuda.Event | None = None
         self._registered: int | None = None
 
-    def register(self, bank: Bank) -> None:
+    def register(self, bank: SnapshotBuffer) -> None:
         """Let the device write there by itself. Where it cannot, copies take longer and are the same."""
         self.forget()
         if self._stream is None:
@@ -45,7 +45,7 @@ class Transfer:
             self._registered = None
 
     @torch.no_grad()
-    def copy(self, targets: Sequence[Tensor], form: Form) -> None:
+    def copy(self, targets: Sequence[Tensor], form: SnapshotLayout) -> None:
         if self._stream is None:
             torch._foreach_copy_(list(targets), form.views)
             return

@@ -1,4 +1,4 @@
-"""``Remembered``: the newest complete set of copies in the memories of the hosts, read like a checkpoint.
+"""``MemorySnapshot``: the newest complete set of copies in the memories of the hosts, read like a checkpoint.
 
 A set is one copy of every rank of the round that wrote it, all of the same step. A rank's copy may be that on its own
 host or what the next host keeps for it; together they must hold every piece that any of them knew of.
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from echelon.base.errors import PeerLost
 from echelon.checkpoint import Stored, dtypes
-from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.checkpoint.in_memory.snapshot_pieces import ELSEWHERE
-from echelon.checkpoint.in_memory.snapshot_wire import Line, Refused
-from echelon.checkpoint.index import Chunk, Entry, Index
-from echelon.checkpoint.tensorfile import Span
+from echelon.checkpoint.in_memory.snapshot_wire import SnapshotClient, SnapshotRefusedError
+from echelon.checkpoint.index import CheckpointIndex, Chunk, TensorEntry
+from echelon.checkpoint.tensorfile import TensorByteSpan
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import json_to_tensor, tensor_to_json
 from echelon.engine.checkpointing import merged_facts
@@ -33,8 +33,8 @@ Told = dict[str, Any]
 
 
 def newest(
-    where: Where, at_least: int, group: dist.ProcessGroup | None, rank: int, skipped: int = 0
-) -> Remembered | None:
+    where: SnapshotHosts, at_least: int, group: dist.ProcessGroup | None, rank: int, skipped: int = 0
+) -> MemorySnapshot | None:
     """The newest set, unless it is of a step before ``at_least``. All ranks ask together; rank 0 looks.
 
     skipped: as many newer ones are passed over
@@ -42,18 +42,18 @@ def newest(
     found = _search(where, at_least, skipped) if rank == 0 else None
     with waiting("search for copies in memory", "", group):
         told = _tell(found, group)
-    return Remembered(told, where) if told is not None else None
+    return MemorySnapshot(told, where) if told is not None else None
 
 
-class Remembered(Stored):
+class MemorySnapshot(Stored):
     """A set of copies. Every rank reads what it needs from the host that has it."""
 
-    def __init__(self, told: Told, where: Where) -> None:
+    def __init__(self, told: Told, where: SnapshotHosts) -> None:
         self.path = Path("memory")
         self.hosts = int(told["hosts"])  #: on how many hosts the ranks were that wrote it
         self._where = where
         tensors = {name: _entry(name, *entry) for name, entry in told["tensors"].items()}
-        self._index = Index(int(told["step"]), int(told["world"]), {}, tensors, told["facts"])
+        self._index = CheckpointIndex(int(told["step"]), int(told["world"]), {}, tensors, told["facts"])
 
     @property
     def title(self) -> str:
@@ -72,13 +72,13 @@ class Remembered(Stored):
                 with contextlib.closing(self._where.call(host)) as line:
                     for chunk in inside:
                         yield chunk, _fetch(line, chunk)
-            except (OSError, Refused) as error:
+            except (OSError, SnapshotRefusedError) as error:
                 raise PeerLost(
                     f"the copies at {self._where.hosts[host][0]} could not be read: {error}; look at that host"
                 ) from None
 
 
-def _fetch(line: Line, chunk: Chunk) -> torch.Tensor:
+def _fetch(line: SnapshotClient, chunk: Chunk) -> torch.Tensor:
     _, bank, seq = chunk.file.split("/")
     content = numpy.empty(chunk.span.nbytes, dtype=numpy.uint8)
     line.ask("read", bank=int(bank), seq=int(seq), start=chunk.span.start, bytes=chunk.span.nbytes)
@@ -86,13 +86,13 @@ def _fetch(line: Line, chunk: Chunk) -> torch.Tensor:
     return dtypes.tensor_of(content, chunk.dtype, chunk.sizes)
 
 
-def _search(where: Where, at_least: int, skipped: int) -> Told | None:
+def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
     """The newest set but ``skipped`` that is complete. A host that does not answer has nothing."""
     sets: dict[tuple[int, int, int, int], dict[int, Copy]] = {}
     with contextlib.ExitStack() as stack:
-        lines: dict[int, Line] = {}
+        lines: dict[int, SnapshotClient] = {}
         for host in range(len(where.hosts)):
-            with contextlib.suppress(OSError, Refused):
+            with contextlib.suppress(OSError, SnapshotRefusedError):
                 lines[host] = stack.enter_context(contextlib.closing(where.call(host)))
                 found = lines[host].ask("list")["copies"]
                 for copy in (copy for copy in found if copy["engine"] == where.engine):
@@ -104,7 +104,7 @@ def _search(where: Where, at_least: int, skipped: int) -> Told | None:
             ranks, (_, _, step, world) = sets[key], key
             if step < at_least or set(ranks) != set(range(world)):
                 continue
-            with contextlib.suppress(OSError, Refused):
+            with contextlib.suppress(OSError, SnapshotRefusedError):
                 if (told := _described(step, [ranks[rank] for rank in range(world)], lines)) is not None:
                     if not skipped:
                         return told
@@ -112,7 +112,7 @@ def _search(where: Where, at_least: int, skipped: int) -> Told | None:
     return None
 
 
-def _described(step: int, copies: list[Copy], lines: dict[int, Line]) -> Told | None:
+def _described(step: int, copies: list[Copy], lines: dict[int, SnapshotClient]) -> Told | None:
     """What the copies hold together; ``None`` when anything is missing."""
     tensors: dict[str, list[Any]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -138,14 +138,14 @@ def _filled(_: str, shape: list[int], chunks: list[Any]) -> bool:
     return int(sum(math.prod(sizes) for _, _, sizes, _ in chunks)) == math.prod(shape)
 
 
-def _entry(name: str, kind: str, shape: list[int], chunks: list[Any]) -> Entry:
+def _entry(name: str, kind: str, shape: list[int], chunks: list[Any]) -> TensorEntry:
     dtype = dtypes.dtype_named(kind)
     assert dtype is not None
-    return Entry(dtype, tuple(shape), tuple(_chunk(name, dtype, *chunk) for chunk in chunks))
+    return TensorEntry(dtype, tuple(shape), tuple(_chunk(name, dtype, *chunk) for chunk in chunks))
 
 
 def _chunk(name: str, dtype: torch.dtype, file: str, offsets: list[int], sizes: list[int], start: int) -> Chunk:
-    span = Span(start, dtypes.nbytes(dtype, sizes), "")
+    span = TensorByteSpan(start, dtypes.nbytes(dtype, sizes), "")
     return Chunk(file, name, dtype, tuple(offsets), tuple(sizes), span)
 
 

@@ -1,4 +1,4 @@
-"""``Form``: what one rank copies after a step, and where in a slot each piece of it goes."""
+"""``SnapshotLayout``: what one rank copies after a step, and where in a slot each piece of it goes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.in_memory.snapshot_buffer import Bank
-from echelon.checkpoint.in_memory.snapshot_hosts import Where
+from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
+from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.checkpoint.in_memory.snapshot_pieces import (
     ELSEWHERE,
-    Holders,
-    Piece,
-    Placed,
+    PieceHolders,
+    PlacedPiece,
+    SnapshotPiece,
     is_mine,
     only_here,
     pieces_of,
-    placed,
+    place_pieces,
 )
 from echelon.distributed.tensor_layout import Part
-from echelon.engine.in_memory.state_sources import Sources
+from echelon.engine.in_memory.state_sources import StateSources
 
 
-class Form:
+class SnapshotLayout:
     """This rank's share of the state.
 
     sent:    bytes at the beginning of a slot that only this host has
@@ -31,7 +31,12 @@ class Form:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor | Part], sources: Sources, holders: Holders, where: Where, rank: int
+        self,
+        tensors: Mapping[str, Tensor | Part],
+        sources: StateSources,
+        holders: PieceHolders,
+        where: SnapshotHosts,
+        rank: int,
     ) -> None:
         found = [
             (piece, view, holders.of(name, value, sources.parameter_of(name)))
@@ -42,13 +47,15 @@ class Form:
         copied = [each for each, is_ours in zip(found, mine, strict=True) if is_ours]
         copied.sort(key=lambda each: not only_here(each[2], where))
         lonely = [piece for piece, _, alike in copied if only_here(alike, where)]
-        first, self.sent = placed(lonely)
-        rest, self.nbytes = placed([piece for piece, _, _ in copied[len(lonely) :]], self.sent)
-        others = [Placed(piece, ELSEWHERE) for (piece, _, _), is_ours in zip(found, mine, strict=True) if not is_ours]
+        first, self.sent = place_pieces(lonely)
+        rest, self.nbytes = place_pieces([piece for piece, _, _ in copied[len(lonely) :]], self.sent)
+        others = [
+            PlacedPiece(piece, ELSEWHERE) for (piece, _, _), is_ours in zip(found, mine, strict=True) if not is_ours
+        ]
         self.placed = [*first, *rest]
         self.table = [*self.placed, *others]
         #: of those that are sent, all others being elsewhere
-        self.sent_table = [*first, *(Placed(piece, ELSEWHERE) for piece, _ in rest), *others]
+        self.sent_table = [*first, *(PlacedPiece(piece, ELSEWHERE) for piece, _ in rest), *others]
         self.views = [view for _, view, _ in copied]
         self._fresh = {piece.name: at for at, (piece, _, _) in enumerate(copied) if piece.name.startswith("rng.")}
         self._steady = [
@@ -61,7 +68,7 @@ class Form:
         for name, value in random.items():
             self.views[self._fresh[name]] = value
 
-    def inside(self, bank: Bank) -> list[list[Tensor]]:
+    def inside(self, bank: SnapshotBuffer) -> list[list[Tensor]]:
         """Where the pieces go, as tensors in the memory of the bank: one list a slot."""
         whole = torch.frombuffer(bank.memory, dtype=torch.uint8)
         return [[_view(whole, bank.data(slot), each) for each in self.placed] for slot in (0, 1)]
@@ -72,8 +79,8 @@ class Form:
         return self._steady, [at for at in range(len(self.views)) if at not in steady]
 
 
-def _view(whole: Tensor, data: int, placed: Placed) -> Tensor:
-    piece: Piece = placed.piece
+def _view(whole: Tensor, data: int, placed: PlacedPiece) -> Tensor:
+    piece: SnapshotPiece = placed.piece
     begin = data + placed.start
     if not piece.nbytes:
         return torch.empty(piece.sizes, dtype=piece.dtype)

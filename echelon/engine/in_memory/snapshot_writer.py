@@ -1,4 +1,4 @@
-"""``Copies``: a rank's side. After a step it copies its share of the state into the memory of its host's launcher."""
+"""``SnapshotWriter``: copies a rank's share of the state into the memory of its host's launcher after a step."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from torch import Tensor
 
 from echelon.base.formatting import size as size_text
 from echelon.checkpoint.in_memory import snapshot_wire
-from echelon.checkpoint.in_memory.replicator import TROUBLE, Courier
-from echelon.checkpoint.in_memory.snapshot_buffer import Bank
-from echelon.checkpoint.in_memory.snapshot_hosts import Where
-from echelon.checkpoint.in_memory.snapshot_pieces import Holders, Placed
-from echelon.checkpoint.in_memory.snapshot_wire import Refused
+from echelon.checkpoint.in_memory.replicator import TROUBLE, Replicator
+from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
+from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
+from echelon.checkpoint.in_memory.snapshot_pieces import PieceHolders, PlacedPiece
+from echelon.checkpoint.in_memory.snapshot_wire import SnapshotRefusedError
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
-from echelon.engine.in_memory.device_copy import Transfer
-from echelon.engine.in_memory.snapshot_layout import Form
+from echelon.engine.in_memory.device_copy import DeviceCopy
+from echelon.engine.in_memory.snapshot_layout import SnapshotLayout
 
 if TYPE_CHECKING:
-    from echelon.engine.checkpointing import Keeper
+    from echelon.engine.checkpointing import CheckpointManager
 
 _ROOM = 64 << 10  # for facts, beside twice what they take now
 
 
 @dataclass(frozen=True)
-class Target:
+class SnapshotTarget:
     """A bank in another process that gets the first ``count`` bytes of every copy."""
 
-    line: snapshot_wire.Line
+    line: snapshot_wire.SnapshotClient
     number: int
     count: int
 
 
 @dataclass
-class Unfinished:
+class PendingSnapshot:
     """A copy whose tensors are, or will be, in their slot."""
 
-    bank: Bank
-    targets: list[Target]
+    bank: SnapshotBuffer
+    targets: list[SnapshotTarget]
     seq: int
     step: int
     facts: dict[str, Any]
@@ -56,7 +56,9 @@ class Unfinished:
         """Returns how long the facts are."""
         self.text = self.text or _encoded(self.facts)
         if len(self.text) > self.bank.room:
-            raise Refused(f"{len(self.text)} bytes of facts do not fit into the {self.bank.room} left for them")
+            raise SnapshotRefusedError(
+                f"{len(self.text)} bytes of facts do not fit into the {self.bank.room} left for them"
+            )
         self.bank.seal(self.seq % 2, self.seq, self.step, self.text)
         return len(self.text)
 
@@ -71,14 +73,14 @@ class Unfinished:
             target.line.answer()
 
 
-class Copies:
+class SnapshotWriter:
     """``statistics``: whether replicas have batch-norm statistics of their own. ``new_group``: for votes."""
 
     def __init__(
         self,
-        where: Where,
+        where: SnapshotHosts,
         world: World,
-        keeper: Keeper,
+        keeper: CheckpointManager,
         new_group: Callable[[], dist.ProcessGroup],
         statistics: Callable[[], bool],
         say: Callable[[str], None],
@@ -86,14 +88,14 @@ class Copies:
         self._where, self._world, self._keeper, self._say = where, world, keeper, say
         self._new_group, self._statistics = new_group, statistics
         self._seq, self._step, self._stopped = 0, -1, False
-        self._courier: Courier | None = None
-        self._lines: dict[int, snapshot_wire.Line] = {}
-        self._form: Form | None = None
-        self._bank: Bank | None = None
-        self._targets: list[Target] = []
+        self._courier: Replicator | None = None
+        self._lines: dict[int, snapshot_wire.SnapshotClient] = {}
+        self._form: SnapshotLayout | None = None
+        self._bank: SnapshotBuffer | None = None
+        self._targets: list[SnapshotTarget] = []
         self._unsettled: list[tuple[int, int]] = []  # new banks: host, number
         self._facts_length = 0  # of the last copy from a GPU
-        self._transfer = Transfer(world.device)
+        self._transfer = DeviceCopy(world.device)
 
     def after(self, step: int, at_once: bool = False) -> None:
         """Called after each update, on all ranks. ``at_once``: whatever the interval is."""
@@ -131,12 +133,12 @@ class Copies:
             self._bank.close()
             self._bank = None
 
-    def _begin(self) -> Courier:
+    def _begin(self) -> Replicator:
         """The first copy, on all ranks together: who holds what is found out, and said how much memory it takes."""
         alone = self._world.size == 1
         tensors, _ = self._keeper.own_tensors()
-        self._holders = Holders(tensors, self._world.rank, self._world.control)
-        courier = Courier(None if alone else self._new_group(), self._world.rank, self._world.timeout)
+        self._holders = PieceHolders(tensors, self._world.rank, self._world.control)
+        courier = Replicator(None if alone else self._new_group(), self._world.rank, self._world.timeout)
         try:
             self._look()
         except TROUBLE as error:
@@ -165,7 +167,7 @@ class Copies:
         if self._statistics():
             tensors |= keeper.own_statistics()
         self._sources = keeper.sources
-        form = Form(tensors, self._sources, self._holders, self._where, self._world.rank)
+        form = SnapshotLayout(tensors, self._sources, self._holders, self._where, self._world.rank)
         before, self._form = self._form, form
         if before is None or self._bank is None or before.table != form.table:
             self._open(form, len(_encoded(self._facts())))
@@ -178,25 +180,25 @@ class Copies:
             known |= {"shared": shared, "hosts": len(self._where.hosts)}
         return known
 
-    def _open(self, form: Form, facts: int) -> None:
+    def _open(self, form: SnapshotLayout, facts: int) -> None:
         room, old = _ROOM + 2 * facts, self._bank
         self._targets, self._unsettled, self._bank = [], [], None
         here, opened = self._opened(self._where.here, form.table, room, form.nbytes)
         self._bank = _mapped(self._where.pid, int(opened["fd"]), room, form.nbytes)
         if self._bank is None:  # the launcher's memory cannot be written to from here, so it is sent there
-            self._bank = Bank.make(room, form.nbytes)
-            self._targets.append(Target(here, int(opened["bank"]), form.nbytes))
+            self._bank = SnapshotBuffer.make(room, form.nbytes)
+            self._targets.append(SnapshotTarget(here, int(opened["bank"]), form.nbytes))
         if (neighbour := self._where.neighbour) is not None:
             line, opened = self._opened(neighbour, form.sent_table, room, form.sent)
-            self._targets.append(Target(line, int(opened["bank"]), form.sent))
+            self._targets.append(SnapshotTarget(line, int(opened["bank"]), form.sent))
         self._slots: list[list[Tensor]] = form.inside(self._bank)
         self._transfer.register(self._bank)
         if old is not None:
             old.close()
 
     def _opened(
-        self, host: int, table: list[Placed], room: int, nbytes: int
-    ) -> tuple[snapshot_wire.Line, dict[str, Any]]:
+        self, host: int, table: list[PlacedPiece], room: int, nbytes: int
+    ) -> tuple[snapshot_wire.SnapshotClient, dict[str, Any]]:
         line = self._lines.get(host)
         if line is None:
             line = self._lines[host] = self._where.call(host)
@@ -227,12 +229,12 @@ class Copies:
         slot = self._seq % 2
         self._bank.break_seal(slot)
         self._transfer.copy(self._slots[slot], form)
-        complete = Unfinished(self._bank, self._targets, self._seq, step, facts, text)
+        complete = PendingSnapshot(self._bank, self._targets, self._seq, step, facts, text)
         if self._transfer.at_once:
             complete.seal()
         return partial(self._complete, complete)
 
-    def _complete(self, copy: Unfinished) -> None:
+    def _complete(self, copy: PendingSnapshot) -> None:
         if not self._transfer.at_once:
             self._transfer.wait()
             self._facts_length = copy.seal()
@@ -251,14 +253,14 @@ def _encoded(facts: dict[str, Any]) -> bytes:
     return json.dumps(facts, separators=(",", ":"), default=float).encode()
 
 
-def _mapped(pid: int, number: int, room: int, nbytes: int) -> Bank | None:
+def _mapped(pid: int, number: int, room: int, nbytes: int) -> SnapshotBuffer | None:
     """The launcher's memory file, if this process may open it and it is the one that is meant."""
     path = f"/proc/{pid}/fd/{number}"
     with contextlib.suppress(OSError):
         if not os.readlink(path).startswith("/memfd:echelon-copies"):
             return None
         fd = os.open(path, os.O_RDWR)
-        if os.fstat(fd).st_size == Bank.size(room, nbytes):
-            return Bank(fd, room, nbytes)
+        if os.fstat(fd).st_size == SnapshotBuffer.size(room, nbytes):
+            return SnapshotBuffer(fd, room, nbytes)
         os.close(fd)
     return None

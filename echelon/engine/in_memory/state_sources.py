@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.training_state import encode, optimizer_groups
-from echelon.distributed.local_state import Holdings
+from echelon.distributed.local_state import LocalState
 
 if TYPE_CHECKING:
-    from echelon.parallel.weight_average import Averages
+    from echelon.parallel.weight_average import EmaWeights
 
 
-class Sources:
+class StateSources:
     """``changing``: a strategy keeps tensors of its own, of which nothing is known here.
     ``average``: the run's moving average of weights, which may begin at any time; its tensors stay where they are.
     """
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: LocalState,
         optimizers: Mapping[str, torch.optim.Optimizer],
         changing: bool = False,
-        average: Callable[[], Averages | None] = lambda: None,
+        average: Callable[[], EmaWeights | None] = lambda: None,
     ) -> None:
         self._holdings, self._optimizers, self._changing = holdings, optimizers, changing
         self._average, self._averages = average, average()

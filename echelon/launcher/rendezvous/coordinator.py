@@ -8,8 +8,16 @@ from dataclasses import replace
 
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.wait_notice import WaitNotice, say_wait
-from echelon.launcher.rendezvous.messages import Arrival, Host, Lineup, Terms, agree, append, arrange
-from echelon.launcher.rendezvous.store_client import BEAT, POLL, Line
+from echelon.launcher.rendezvous.messages import (
+    JoinRequest,
+    RendezvousConfig,
+    RendezvousHost,
+    RoundMembers,
+    check_same_nnodes,
+    order_elastic_hosts,
+    order_hosts,
+)
+from echelon.launcher.rendezvous.store_client import BEAT, POLL, StoreClient
 
 #: A host that has not been heard of for so many seconds is not counted on. It may still come back.
 SUSPECT = 10 * BEAT
@@ -17,10 +25,10 @@ SUSPECT = 10 * BEAT
 ENDING = 15.0
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Since when each host has not been heard of, by its beats in the store."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: StoreClient) -> None:
         self._line = line
         self._heard: dict[str, tuple[int, float]] = {}
 
@@ -31,19 +39,19 @@ class Pulse:
             self._heard[token] = beats, now
         return now - self._heard[token][1]
 
-    def first_silent(self, hosts: Sequence[Host], seconds: float) -> Host | None:
+    def first_silent(self, hosts: Sequence[RendezvousHost], seconds: float) -> RendezvousHost | None:
         return next((host for host in hosts if self.silence(host.token) > seconds), None)
 
 
-class Roll:
-    def __init__(self, line: Line, terms: Terms) -> None:
+class RoundCoordinator:
+    def __init__(self, line: StoreClient, terms: RendezvousConfig) -> None:
         self._line, self._terms = line, terms
-        self.pulse = Pulse(line)
+        self.pulse = HeartbeatMonitor(line)
         self._tokens: list[str] = []
         self._newest = (0, 0.0)
         self._running = False
 
-    def call(self, round_: int, last: Sequence[Host]) -> Lineup:
+    def call(self, round_: int, last: Sequence[RendezvousHost]) -> RoundMembers:
         """Wait until the round is complete. Those of the ``last`` one are waited for as long as they may live."""
         self._running = bool(last)
         notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
@@ -52,7 +60,7 @@ class Roll:
         while True:
             here = self.arrivals(round_)
             if not last:
-                agree([arrival.host for arrival in here])
+                check_same_nnodes([arrival.host for arrival in here])
             awaited, now = self._awaited(here, last, began), time.monotonic()
             if len(here) > most_here:
                 most_here, newest = len(here), now
@@ -66,16 +74,16 @@ class Roll:
             notice.look(self._lacking([arrival.host for arrival in here]))
             time.sleep(POLL)
 
-    def arrivals(self, round_: int, without: Collection[str] = ()) -> list[Arrival]:
+    def arrivals(self, round_: int, without: Collection[str] = ()) -> list[JoinRequest]:
         """Who is ready for this round and alive, in the order in which they came to the store."""
         found = []
         for token in self.known():
             text = None if token in without else self._line.find(f"ready/{token}")
-            if text is not None and (arrival := Arrival.from_json(text)).round == round_:
+            if text is not None and (arrival := JoinRequest.from_json(text)).round == round_:
                 found.append(arrival)
         return [one for one in found if self.pulse.silence(one.host.token) < SUSPECT and self._fits(one.host)]
 
-    def joiners(self, round_: int, members: Sequence[Host]) -> list[Host]:
+    def joiners(self, round_: int, members: Sequence[RendezvousHost]) -> list[RendezvousHost]:
         """Who waits to join while a round runs; nobody before the last call for others that come with them."""
         if (room := self._terms.most - len(members)) <= 0:
             return []
@@ -96,7 +104,7 @@ class Roll:
             self._tokens.append(token.decode())
         return [token for token in self._tokens if not self._line.check(f"gone/{token}")]
 
-    def _awaited(self, here: Sequence[Arrival], last: Sequence[Host], began: float) -> bool:
+    def _awaited(self, here: Sequence[JoinRequest], last: Sequence[RendezvousHost], began: float) -> bool:
         """Whether somebody who lives has not come yet: of the last round, or who waited to join meanwhile."""
         came, known = {arrival.host.token for arrival in here}, self.known()
         waited = time.monotonic() - began
@@ -110,7 +118,7 @@ class Roll:
         others = [token for token in known if token not in came]
         return waited < SUSPECT and any(self.pulse.silence(token) < SUSPECT for token in others)
 
-    def _fits(self, host: Host) -> bool:
+    def _fits(self, host: RendezvousHost) -> bool:
         """A host with another --nnodes that comes to a running job is refused, and does not end it."""
         if host.hosts == self._terms.nnodes or not self._running:
             return True
@@ -121,14 +129,18 @@ class Roll:
         )
         return False
 
-    def _line_up(self, here: Sequence[Arrival]) -> Lineup:
+    def _line_up(self, here: Sequence[JoinRequest]) -> RoundMembers:
         number = 1 + max(arrival.number for arrival in here)
         staying = sorted(here, key=lambda arrival: arrival.place is None)[: self._terms.most]
         restarts = max(arrival.restarts for arrival in staying)
-        order = append(staying) if self._terms.elastic else arrange([_seated(arrival) for arrival in staying])
-        return Lineup(tuple(order), number, restarts)
+        order = (
+            order_elastic_hosts(staying)
+            if self._terms.elastic
+            else order_hosts([_seated(arrival) for arrival in staying])
+        )
+        return RoundMembers(tuple(order), number, restarts)
 
-    def _lacking(self, here: Sequence[Host]) -> str:
+    def _lacking(self, here: Sequence[RendezvousHost]) -> str:
         """Return which hosts have not come, for a launcher that waits; '' when enough are here."""
         terms, names = self._terms, ", ".join(host.name for host in here)
         if len(here) >= terms.least:
@@ -136,7 +148,7 @@ class Roll:
         count = f"{terms.least - len(here)} of {terms.least}{' or more' if terms.elastic else ''} hosts"
         return f"{count} to come to {self._line.where} (here: {names}), by the same command there"
 
-    def _too_few(self, here: Sequence[Host]) -> PeerLost:
+    def _too_few(self, here: Sequence[RendezvousHost]) -> PeerLost:
         terms, names = self._terms, ", ".join(host.name for host in here)
         within = f"to {self._line.where} within {terms.join_timeout:g} s ({names})"
         if terms.elastic:
@@ -149,11 +161,11 @@ class Roll:
         )
 
 
-def _seated(arrival: Arrival) -> Host:
+def _seated(arrival: JoinRequest) -> RendezvousHost:
     """Who was in the last round keeps its place there."""
     return arrival.host if arrival.place is None else replace(arrival.host, node_rank=arrival.place)
 
 
-def as_refusal(error: Exception) -> Lineup:
+def as_refusal(error: Exception) -> RoundMembers:
     """What the others find in place of a line-up."""
-    return Lineup(refusal=str(error), mistake=isinstance(error, UsageError))
+    return RoundMembers(refusal=str(error), mistake=isinstance(error, UsageError))

@@ -18,15 +18,22 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from echelon.base.auth_proxy import serve_store, way_to_store
+from echelon.base.auth_proxy import local_store_endpoint, serve_store
 from echelon.base.errors import PeerLost
 from echelon.base.job_secret import find_token
 from echelon.launcher.agent_plugin import Round
 from echelon.launcher.failure import Failure
-from echelon.launcher.rendezvous.coordinator import SUSPECT, Pulse
-from echelon.launcher.rendezvous.messages import Cause, Host, Lineup, Terms, Verdict, host_failure
-from echelon.launcher.rendezvous.participant import Attendance
-from echelon.launcher.rendezvous.store_client import BEAT, POLL, Board, Line, StoreGone
+from echelon.launcher.rendezvous.coordinator import SUSPECT, HeartbeatMonitor
+from echelon.launcher.rendezvous.messages import (
+    Cause,
+    RendezvousConfig,
+    RendezvousHost,
+    RoundMembers,
+    RoundOutcome,
+    host_failure,
+)
+from echelon.launcher.rendezvous.participant import RendezvousParticipant
+from echelon.launcher.rendezvous.store_client import BEAT, POLL, RoundStore, StoreClient, StoreGone
 
 #: A host that gives no sign of life for so long when a rank has just lost a peer is what it lost.
 LOST_AFTER = 6 * BEAT
@@ -36,13 +43,13 @@ STORE_TIMEOUT = timedelta(seconds=60)
 class RoundEnded(Exception):
     """A round was over before its ranks could start."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: RoundOutcome) -> None:
         super().__init__(verdict.failure.line)
         self.verdict = verdict
 
 
-class Muster(RendezvousHandler):
-    def __init__(self, attendance: Attendance, terms: Terms) -> None:
+class LauncherRendezvous(RendezvousHandler):
+    def __init__(self, attendance: RendezvousParticipant, terms: RendezvousConfig) -> None:
         self._attendance, self._terms = attendance, terms
         self._rank_store: TCPStore | None = None
         self._rank_store_at = ("", 0)
@@ -79,11 +86,11 @@ class Muster(RendezvousHandler):
     # What our agent asks during a round
 
     @property
-    def lineup(self) -> Lineup:
+    def lineup(self) -> RoundMembers:
         return self._attendance.lineup
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[RendezvousHost, ...]:
         return self.lineup.hosts
 
     @property
@@ -105,23 +112,23 @@ class Muster(RendezvousHandler):
         board = self._board("board")
         return Round(self.lineup.number, self.node_rank, self.hosts, board, self._rank_store_at, log_dir)
 
-    def settle(self, failure: Failure, cause: Cause = "failed", gone: str = "") -> Verdict:
+    def settle(self, failure: Failure, cause: Cause = "failed", gone: str = "") -> RoundOutcome:
         """End this round because of ``failure``. The first host to say so is the one all believe."""
         if gone:
             self._line.set(f"gone/{gone}", "1")
         counted = cause in ("failed", "stuck") or (cause == "lost" and not self._terms.elastic)
-        proposal = Verdict(failure, self._may_go_again(failure, cause, counted), cause, counted)
-        return Verdict.from_json(self._line.compare_set(self._key("verdict"), "", proposal.to_json()))
+        proposal = RoundOutcome(failure, self._may_go_again(failure, cause, counted), cause, counted)
+        return RoundOutcome.from_json(self._line.compare_set(self._key("verdict"), "", proposal.to_json()))
 
-    def take_leave(self, failure: Failure) -> Verdict:
+    def leave_rendezvous(self, failure: Failure) -> RoundOutcome:
         """This host leaves by its own will; an elastic job goes on when enough others are there."""
         return self.settle(failure, "leaving", self._attendance.token)
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> RoundOutcome | None:
         text = self._line.find(self._key("verdict"))
-        return None if text is None else Verdict.from_json(text)
+        return None if text is None else RoundOutcome.from_json(text)
 
-    def accept(self, verdict: Verdict) -> None:
+    def accept(self, verdict: RoundOutcome) -> None:
         """The round is over by this verdict, and we go again."""
         self._attendance.accept(verdict)
 
@@ -133,9 +140,9 @@ class Muster(RendezvousHandler):
         if self.hosts:
             self._line.set(self._key(f"ended/{self.node_rank}"), "1")
 
-    def outlast(self, seconds: float) -> None:
+    def wait_for_other_hosts(self, seconds: float) -> None:
         """Where the store of the ranks is ours: keep it until those of the other hosts have saved and ended."""
-        pulse, deadline = Pulse(self._line), time.monotonic() + seconds
+        pulse, deadline = HeartbeatMonitor(self._line), time.monotonic() + seconds
         awaited = list(enumerate(self.hosts)) if self._rank_store is not None else []
         while awaited and time.monotonic() < deadline:
             awaited = [
@@ -152,7 +159,7 @@ class Muster(RendezvousHandler):
     def all_finished(self) -> bool:
         return self._line.check(*(self._key(f"done/{place}") for place in range(len(self.hosts))))
 
-    def changed_hosts(self) -> Verdict | None:
+    def changed_hosts(self) -> RoundOutcome | None:
         """On the host that calls the roll: the end of this round because a host was lost, or has come."""
         if self._attendance.roll is None:
             return None
@@ -164,10 +171,12 @@ class Muster(RendezvousHandler):
             return self.settle(host_failure(names, "joined", 0), "joined")
         return None
 
-    def find_lost(self) -> Verdict | None:
+    def find_lost(self) -> RoundOutcome | None:
         """A rank lost a peer: was it a whole host? Watch the beats of all for a moment, and what others say."""
         roll, deadline = self._attendance.roll, time.monotonic() + LOST_AFTER
-        pulse = roll.pulse if roll else Pulse(self._line)  # who calls the roll has been listening all the time
+        pulse = (
+            roll.pulse if roll else HeartbeatMonitor(self._line)
+        )  # who calls the roll has been listening all the time
         unheard = [host for host in self.hosts if host.token != self._attendance.token]
         for host in unheard:
             pulse.silence(host.token)
@@ -180,11 +189,11 @@ class Muster(RendezvousHandler):
             unheard = [host for host in unheard if pulse.silence(host.token) > 0]
         return None
 
-    def lose(self, host: Host, seconds: float) -> Verdict:
+    def lose(self, host: RendezvousHost, seconds: float) -> RoundOutcome:
         failure = host_failure(host.name, f"was lost (not heard of for {seconds:g} s; is it up?)", 1)
         return self.settle(failure, "lost", host.token)
 
-    def without_store(self, gone: StoreGone) -> Verdict:
+    def recover_lost_store(self, gone: StoreGone) -> RoundOutcome:
         """The store is gone: the verdict, when there is another place to meet; else raises."""
         elastic = self._terms.elastic
         if not self._attendance.stand_ins or not (elastic or self._attendance.restarts < self._terms.max_restarts):
@@ -192,7 +201,7 @@ class Muster(RendezvousHandler):
         self._attendance.move()
         names = [host.name for host in self.hosts if host.serves] or [self._line.where]
         how = f"was lost (its launcher at {self._line.where} does not answer any more)"
-        return Verdict(host_failure(names[0], how, 1), True, "lost", not elastic)
+        return RoundOutcome(host_failure(names[0], how, 1), True, "lost", not elastic)
 
     def _open_rank_store(self) -> tuple[str, int]:
         """Where the ranks of this host reach the store that the first host serves to all ranks."""
@@ -201,7 +210,7 @@ class Muster(RendezvousHandler):
         if self.node_rank == 0:
             self._rank_store, port = serve_store(first.address, 0, secret, STORE_TIMEOUT)
             self._line.set(key, str(port))
-        pulse = Pulse(self._line)
+        pulse = HeartbeatMonitor(self._line)
         while (text := self._line.find(key)) is None:
             if (verdict := self.verdict()) is not None:
                 raise RoundEnded(verdict)
@@ -209,7 +218,7 @@ class Muster(RendezvousHandler):
                 raise RoundEnded(self.lose(first, SUSPECT))
             time.sleep(POLL)
         try:
-            return way_to_store(first.address, int(text), secret)
+            return local_store_endpoint(first.address, int(text), secret)
         except PeerLost:
             if (verdict := self.find_lost()) is not None:
                 raise RoundEnded(verdict) from None
@@ -223,12 +232,12 @@ class Muster(RendezvousHandler):
             return self._terms.elastic and served and len(self.hosts) > self._terms.least
         return not counted or self._attendance.restarts < self._terms.max_restarts
 
-    def _board(self, name: str) -> Board:
-        return Board(self._line, self._key(f"{name}/"), self._terms.host_timeout)
+    def _board(self, name: str) -> RoundStore:
+        return RoundStore(self._line, self._key(f"{name}/"), self._terms.host_timeout)
 
     def _key(self, name: str) -> str:
         return self._attendance.key(name)
 
     @property
-    def _line(self) -> Line:
+    def _line(self) -> StoreClient:
         return self._attendance.line

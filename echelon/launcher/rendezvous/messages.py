@@ -16,7 +16,7 @@ Cause = Literal["failed", "stuck", "lost", "joined", "leaving", "left"]
 
 
 @dataclass(frozen=True)
-class Terms:
+class RendezvousConfig:
     """What was agreed for the job before anybody came."""
 
     least: int
@@ -36,7 +36,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Host:
+class RendezvousHost:
     """A launcher's card, laid on the table when it comes to the muster."""
 
     token: str
@@ -53,8 +53,8 @@ class Host:
     extras: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def read(card: Mapping[str, Any]) -> Host:
-        return Host(
+    def read(card: Mapping[str, Any]) -> RendezvousHost:
+        return RendezvousHost(
             token=str(card["token"]),
             name=str(card["name"]),
             address=str(card["address"]),
@@ -67,11 +67,11 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class JoinRequest:
     """A host is ready for this round; ``place``, ``number`` and ``restarts`` are what it knows of the last one."""
 
     round: int
-    host: Host
+    host: RendezvousHost
     place: int | None = None
     number: int = -1
     restarts: int = 0
@@ -80,21 +80,21 @@ class Arrival:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: bytes) -> Arrival:
+    def from_json(text: bytes) -> JoinRequest:
         try:
             given = json.loads(text)
             place = None if given["place"] is None else int(given["place"])
-            host = Host.read(given["host"])
-            return Arrival(int(given["round"]), host, place, int(given["number"]), int(given["restarts"]))
+            host = RendezvousHost.read(given["host"])
+            return JoinRequest(int(given["round"]), host, place, int(given["number"]), int(given["restarts"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise stranger() from None
 
 
 @dataclass(frozen=True)
-class Lineup:
+class RoundMembers:
     """Who takes part in a round, in order; or why there is none."""
 
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[RendezvousHost, ...] = ()
     #: rounds of the whole job before this one, and how many of them count as restarts
     number: int = 0
     restarts: int = 0
@@ -105,7 +105,7 @@ class Lineup:
     def place_of(self, token: str) -> int | None:
         return next((place for place, host in enumerate(self.hosts) if host.token == token), None)
 
-    def news(self, before: Lineup, name: str, failure: Failure | None) -> str:
+    def news(self, before: RoundMembers, name: str, failure: Failure | None) -> str:
         """In one line who has gone and who has come since the round before; '' when nobody. ``name`` is ourselves."""
         old, new = ({host.token: host.name for host in lineup.hosts} for lineup in (before, self))
         gone = [name for token, name in old.items() if token not in new]
@@ -123,18 +123,18 @@ class Lineup:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: bytes) -> Lineup:
+    def from_json(text: bytes) -> RoundMembers:
         try:
             given = json.loads(text)
-            hosts = tuple(Host.read(card) for card in given["hosts"])
+            hosts = tuple(RendezvousHost.read(card) for card in given["hosts"])
             number, restarts = int(given["number"]), int(given["restarts"])
-            return Lineup(hosts, number, restarts, str(given["refusal"]), bool(given["mistake"]))
+            return RoundMembers(hosts, number, restarts, str(given["refusal"]), bool(given["mistake"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise stranger() from None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RoundOutcome:
     """How a round ended: whom to blame, whether all go again, and whether that counts as a restart."""
 
     failure: Failure
@@ -151,13 +151,13 @@ class Verdict:
         return json.dumps(asdict(self) | {"failure": self.failure.to_json()})
 
     @staticmethod
-    def from_json(text: bytes) -> Verdict:
+    def from_json(text: bytes) -> RoundOutcome:
         try:
             given = json.loads(text)
             if given["cause"] not in get_args(Cause):
                 raise ValueError(given["cause"])
             failure = Failure.from_json(given["failure"])
-            return Verdict(failure, bool(given["again"]), given["cause"], bool(given["counted"]))
+            return RoundOutcome(failure, bool(given["again"]), given["cause"], bool(given["counted"]))
         except (ValueError, KeyError, TypeError):
             raise stranger() from None
 
@@ -170,9 +170,9 @@ def stranger() -> PeerLost:
     return PeerLost("something that is not a launcher of this job writes to its store")
 
 
-def arrange(cards: Sequence[Host]) -> list[Host]:
+def order_hosts(cards: Sequence[RendezvousHost]) -> list[RendezvousHost]:
     """The hosts in order: --node-rank where given; else the serving host first, then by address and arrival."""
-    places: dict[int, Host] = {}
+    places: dict[int, RendezvousHost] = {}
     for card in cards:
         if card.node_rank is not None:
             if other := places.get(card.node_rank):
@@ -187,7 +187,7 @@ def arrange(cards: Sequence[Host]) -> list[Host]:
     return [places[place] for place in range(len(cards))]
 
 
-def agree(cards: Sequence[Host]) -> None:
+def check_same_nnodes(cards: Sequence[RendezvousHost]) -> None:
     """Every host must have been given the same --nnodes."""
     for card in cards:
         if card.hosts != cards[0].hosts:
@@ -195,11 +195,11 @@ def agree(cards: Sequence[Host]) -> None:
             raise UsageError(f"the hosts disagree on their number: {names}; give all the same")
 
 
-def append(arrivals: Sequence[Arrival]) -> list[Host]:
+def order_elastic_hosts(arrivals: Sequence[JoinRequest]) -> list[RendezvousHost]:
     """The hosts of an elastic job in order: those of the last round as they stood, behind them who joined."""
     far = 1 << 30
 
-    def key(arrival: Arrival) -> tuple[bool, int, bool, int, str]:
+    def key(arrival: JoinRequest) -> tuple[bool, int, bool, int, str]:
         host = arrival.host
         place, node_rank = (far if number is None else number for number in (arrival.place, host.node_rank))
         return arrival.place is None, place, not host.serves, node_rank, host.address

@@ -14,20 +14,26 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from echelon.base import network
 from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.wait_notice import WaitNotice, say_wait
-from echelon.launcher.rendezvous.coordinator import SUSPECT, Roll, as_refusal
-from echelon.launcher.rendezvous.messages import Arrival, Host, Lineup, Terms, Verdict
-from echelon.launcher.rendezvous.store_client import POLL, Line, StoreGone
+from echelon.launcher.rendezvous.coordinator import SUSPECT, RoundCoordinator, as_refusal
+from echelon.launcher.rendezvous.messages import (
+    JoinRequest,
+    RendezvousConfig,
+    RendezvousHost,
+    RoundMembers,
+    RoundOutcome,
+)
+from echelon.launcher.rendezvous.store_client import POLL, StoreClient, StoreGone
 
 #: How long the host that serves the store waits for the others to take leave of it.
 FAREWELL = 10.0
 
 
-class NotNeeded(Exception):
+class SpareHostReleased(Exception):
     """The job has ended well while this host waited in reserve."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousStore:
     """An open store, where it is, and whether we serve it. ``stand_ins``: how many places are left to go to."""
 
     store: Store
@@ -36,13 +42,13 @@ class Meeting:
     stand_ins: int = 0
 
 
-class Attendance:
+class RendezvousParticipant:
     """``meet`` opens the store, the next place of --master each time it is called; ``extras`` go onto our card."""
 
     def __init__(
         self,
-        meet: Callable[[], Meeting],
-        terms: Terms,
+        meet: Callable[[], RendezvousStore],
+        terms: RendezvousConfig,
         *,
         name: str,
         address: str,
@@ -51,12 +57,12 @@ class Attendance:
         say: Callable[[str], None],
     ) -> None:
         self._meet, self._terms, self._extras, self._say = meet, terms, extras, say
-        self._card = Host("", name, address, (), terms.nnodes, node_rank, False)
+        self._card = RendezvousHost("", name, address, (), terms.nnodes, node_rank, False)
         self._past: tuple[int | None, int, int] = (None, -1, 0)  # our place, and what the line-up knew of itself
         self._told_of_reserve = False
         self._moving = False
-        self.lineup = Lineup()
-        self.line: Line
+        self.lineup = RoundMembers()
+        self.line: StoreClient
         self._open()
 
     @property
@@ -68,7 +74,7 @@ class Attendance:
         """Of the whole job, as far as we know."""
         return self._past[2]
 
-    def come(self) -> Lineup:
+    def come(self) -> RoundMembers:
         """Wait until the next round is complete, and has a place for us."""
         if self._moving:
             self._open()
@@ -82,7 +88,7 @@ class Attendance:
         """Go to the next place when we come again."""
         self._moving = True
 
-    def accept(self, verdict: Verdict) -> None:
+    def accept(self, verdict: RoundOutcome) -> None:
         """The round is over by this verdict, and we go again; elsewhere, when its store is about to go."""
         place, number, restarts = self._past
         self._past = place, number, restarts + verdict.counted
@@ -95,7 +101,9 @@ class Attendance:
         if self.roll is None:
             return
         if not self.line.check(self.key("lineup")):
-            self.line.set(self.key("lineup"), Lineup(refusal=line or "the launcher that called us left").to_json())
+            self.line.set(
+                self.key("lineup"), RoundMembers(refusal=line or "the launcher that called us left").to_json()
+            )
         self.line.set("moved" if goes_on else "over", line)
         deadline = time.monotonic() + FAREWELL
         while time.monotonic() < deadline and any(
@@ -106,7 +114,7 @@ class Attendance:
     def key(self, name: str) -> str:
         return f"round-{self.round}/{name}"
 
-    def _has_gone(self, host: Host) -> bool:
+    def _has_gone(self, host: RendezvousHost) -> bool:
         return self.line.check(f"gone/{host.token}")
 
     def _given_up(self) -> bool:
@@ -120,8 +128,8 @@ class Attendance:
             self.line.close()
         meeting = self._meet()
         self.stand_ins, self._moving, self.round = meeting.stand_ins, False, -1
-        self.line = Line(meeting.store, meeting.where, self._terms.host_timeout)
-        self.roll = Roll(self.line, self._terms) if meeting.serves else None
+        self.line = StoreClient(meeting.store, meeting.where, self._terms.host_timeout)
+        self.roll = RoundCoordinator(self.line, self._terms) if meeting.serves else None
         self._card = dataclasses.replace(self._card, serves=meeting.serves)
         # Who served the last store is the one that was lost
         self.lineup = dataclasses.replace(
@@ -143,9 +151,9 @@ class Attendance:
         ports = network.free_ports(self._card.address, self._terms.procs)
         endpoints = tuple(network.endpoint(self._card.address, port) for port in ports)
         self._card = dataclasses.replace(self._card, endpoints=endpoints, extras=dict(self._extras()))
-        self.line.set(f"ready/{self.token}", Arrival(round_, self._card, *self._past).to_json())
+        self.line.set(f"ready/{self.token}", JoinRequest(round_, self._card, *self._past).to_json())
 
-    def _call_roll(self) -> Lineup:
+    def _call_roll(self) -> RoundMembers:
         assert self.roll is not None
         self.round += 1
         self.line.set("round", str(self.round))
@@ -160,7 +168,7 @@ class Attendance:
         self.line.set(self.key("lineup"), lineup.to_json())
         return lineup
 
-    def _await_roll(self) -> Lineup:
+    def _await_roll(self) -> RoundMembers:
         """Poll rather than block in the store: a signal must be heeded at once."""
         deadline, arrived = time.monotonic() + self._terms.join_timeout, self.round
         notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
@@ -171,7 +179,7 @@ class Attendance:
                 arrived = current
             text = self.line.find(f"round-{current}/lineup") if current > self.round else None
             if text is not None:
-                lineup = Lineup.from_json(text)
+                lineup = RoundMembers.from_json(text)
                 if lineup.refusal:
                     raise (UsageError if lineup.mistake else PeerLost)(lineup.refusal)
                 if lineup.place_of(self.token) is not None:
@@ -182,7 +190,7 @@ class Attendance:
                 notice.look(f"the launcher at {self.line.where} to have all {self._terms.nnodes} hosts together")
             time.sleep(POLL)
 
-    def _stay_in_reserve(self, lineup: Lineup, deadline: float) -> None:
+    def _stay_in_reserve(self, lineup: RoundMembers, deadline: float) -> None:
         if (refusal := self.line.find(f"refused/{self.token}")) is not None:
             raise UsageError(refusal.decode())
         if self.line.check("moved"):
@@ -190,7 +198,7 @@ class Attendance:
         if (over := self.line.find("over")) is not None:
             if over:
                 raise PeerLost(f"the job at {self.line.where} has ended: {over.decode()}")
-            raise NotNeeded(f"the job at {self.line.where} has ended and did not need this host")
+            raise SpareHostReleased(f"the job at {self.line.where} has ended and did not need this host")
         if len(lineup.hosts) < self._terms.most:
             return
         if not self._terms.elastic and time.monotonic() > deadline:

@@ -30,7 +30,7 @@ class StoreGone(PeerLost, RuntimeError):
 
 
 @dataclass
-class _Question:
+class _StoreCall:
     call: Callable[..., Any]
     args: tuple[object, ...]
     answered: threading.Event = field(default_factory=threading.Event)
@@ -45,10 +45,10 @@ class _Question:
         self.answered.set()
 
 
-class Line:
+class StoreClient:
     def __init__(self, store: Store, where: str, patience: float) -> None:
         self._store, self.where, self._patience = store, where, patience
-        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
         self._gone = False
         self._pulse = ""
         threading.Thread(target=self._serve, daemon=True, name="line").start()
@@ -86,7 +86,7 @@ class Line:
     def _ask(self, call: Callable[..., T], *args: object) -> T:
         if self._gone:
             raise self._lost()
-        question = _Question(call, args)
+        question = _StoreCall(call, args)
         self._questions.put(question)
         if not question.answered.wait(self._patience) or isinstance(question.error, RuntimeError):
             self._gone = True
@@ -104,7 +104,7 @@ class Line:
         while True:
             if self._pulse and not self._gone and time.monotonic() - beaten >= BEAT:
                 beaten = time.monotonic()
-                beat = _Question(self._store.add, (self._pulse, 1))
+                beat = _StoreCall(self._store.add, (self._pulse, 1))
                 beat.put()
                 self._gone = self._gone or beat.error is not None
             try:
@@ -116,10 +116,10 @@ class Line:
             question.put()
 
 
-class Board(Store):
+class RoundStore(Store):
     """What launchers write for one another in one round, for their companions: a store under a prefix of ours."""
 
-    def __init__(self, line: Line, prefix: str, patience: float) -> None:
+    def __init__(self, line: StoreClient, prefix: str, patience: float) -> None:
         super().__init__()
         self._line, self._prefix, self._patience = line, prefix, patience
 

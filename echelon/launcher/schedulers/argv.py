@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def typed_words(context: Any, leave_out: Iterable[str]) -> list[str]:
+def rebuild_argv(context: Any, leave_out: Iterable[str]) -> list[str]:
     """Every option on this command line but those left out (by their names in Python). ``context`` is click's."""
     unwanted, words = set(leave_out), []
     for param in context.command.params:

@@ -18,7 +18,7 @@ OF_SSH = ("ssh", "remote_python", "env")
 OF_CLUSTERS = ("hosts", "hostfile", "on", "ray_address")
 
 
-def started_elsewhere(context: Any, first: Callable[[], None] | None = None) -> int | None:
+def dispatch_to_scheduler(context: Any, first: Callable[[], None] | None = None) -> int | None:
     """The exit code of a job that was started on named hosts or on a cluster; ``None``: it is to run here.
 
     ``context`` is click's, of the command ``run``; ``first`` is done once all that was asked for is found right.
@@ -37,9 +37,9 @@ def started_elsewhere(context: Any, first: Callable[[], None] | None = None) -> 
     return None
 
 
-def completed(options: dict[str, Any]) -> dict[str, Any]:
+def add_scheduler_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a launcher that runs here, with what the scheduler knows of the job."""
     rest = {name: value for name, value in options.items() if name not in (*OF_SSH, *OF_CLUSTERS)}
-    rest |= slurm.found_in_step(rest, os.environ)
+    rest |= slurm.read_slurm_step(rest, os.environ)
     kubernetes.await_master(rest["master"], rest["join_timeout"], os.environ)
     return rest

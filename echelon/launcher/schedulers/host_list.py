@@ -16,7 +16,7 @@ _SLOTS = re.compile(r"(slots|max[-_]slots)\s*=\s*(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
-class HostEntry:
+class HostListEntry:
     """One host as the user wrote it; ``procs`` is ``None`` where no number was given."""
 
     name: str
@@ -28,7 +28,7 @@ class HostEntry:
         return self.name.rpartition("@")[2].strip("[]")
 
 
-def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostEntry, ...]:
+def parse_host_list(hosts: str | None, hostfile: str | None) -> tuple[HostListEntry, ...]:
     """The hosts of ``--hosts a:8,b:8`` or of a file; a one-line ``UsageError`` for anything else."""
     if hosts is not None and hostfile is not None:
         raise UsageError("--hosts and --hostfile both name the hosts; leave one of them out")
@@ -43,7 +43,7 @@ def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[HostEntry, ..
     return tuple(entries)
 
 
-def _read(path: str) -> tuple[HostEntry, ...]:
+def _read(path: str) -> tuple[HostListEntry, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def _read(path: str) -> tuple[HostEntry, ...]:
     return _added_up(entries)
 
 
-def _line(text: str, where: str) -> HostEntry | None:
+def _line(text: str, where: str) -> HostListEntry | None:
     """``host``, ``host:8``, ``host slots=8`` (and Open MPI's ``max_slots=``, which changes nothing here)."""
     name, _, rest = text.partition("#")[0].strip().partition(" ")
     if not name:
@@ -68,23 +68,23 @@ def _line(text: str, where: str) -> HostEntry | None:
     return _counted(entry, slots[0], where) if slots else entry
 
 
-def _entry(text: str, where: str) -> HostEntry:
+def _entry(text: str, where: str) -> HostListEntry:
     found = _ENTRY.fullmatch(text)
     if found is None:
         raise UsageError(f"{where} names '{text}', which is no host; write it as name or name:processes")
-    entry = HostEntry(found[1])
+    entry = HostListEntry(found[1])
     return entry if found[2] is None else _counted(entry, int(found[2]), where)
 
 
-def _counted(entry: HostEntry, procs: int, where: str) -> HostEntry:
+def _counted(entry: HostListEntry, procs: int, where: str) -> HostListEntry:
     if procs < 1:
         raise UsageError(f"{where} gives the host {entry.name} no process; give it one or more, or leave it out")
     return replace(entry, procs=procs)
 
 
-def _added_up(entries: Sequence[HostEntry]) -> tuple[HostEntry, ...]:
+def _added_up(entries: Sequence[HostListEntry]) -> tuple[HostListEntry, ...]:
     """Some files have a line for every process: a host named again takes that many more."""
-    found: dict[str, HostEntry] = {}
+    found: dict[str, HostListEntry] = {}
     for entry in entries:
         before = found.get(entry.name)
         found[entry.name] = entry if before is None else replace(entry, procs=(before.procs or 1) + (entry.procs or 1))

@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Submission:
+class KubernetesSubmission:
     """What ``echelon submit k8s`` was asked for.
 
     volumes:     ``CLAIM:/path`` of persistent volumes that every pod mounts
@@ -91,7 +91,7 @@ def await_master(master: str | None, patience: float, env: Mapping[str, str]) ->
             return
 
 
-def submit(asked: Submission, out: str | None) -> str:
+def submit(asked: KubernetesSubmission, out: str | None) -> str:
     """Write the documents into a file, or hand them to kubectl; what to tell of it."""
     text = manifest(asked)
     if out is not None:
@@ -109,13 +109,13 @@ def submit(asked: Submission, out: str | None) -> str:
     return f"submitted; its console: {' '.join(['kubectl logs', *where, '-f', f'job/{asked.name}'])}"
 
 
-def manifest(asked: Submission) -> str:
+def manifest(asked: KubernetesSubmission) -> str:
     from echelon.launcher.schedulers.yaml_text import to_yaml  # here: every run would pay for yaml, 70 ms
 
     return to_yaml(documents(asked))
 
 
-def documents(asked: Submission) -> list[Document]:
+def documents(asked: KubernetesSubmission) -> list[Document]:
     """All that the cluster is to make, in an order in which each finds what it refers to."""
     _check(asked)
     found = [_service(asked, asked.name, "host", MASTER_PORT)]
@@ -126,7 +126,7 @@ def documents(asked: Submission) -> list[Document]:
     return [*found, _job(asked)]
 
 
-def _check(asked: Submission) -> None:
+def _check(asked: KubernetesSubmission) -> None:
     kubernetes_names.check_name("--name", asked.name)
     kubernetes_names.check_image(asked.image)
     kubernetes_names.check_text([*asked.program, *asked.environment, asked.run])
@@ -147,7 +147,7 @@ def _check(asked: Submission) -> None:
     _check_fit(asked)
 
 
-def _check_fit(asked: Submission) -> None:
+def _check_fit(asked: KubernetesSubmission) -> None:
     if asked.min_hosts is not None and asked.min_hosts > asked.hosts:
         raise UsageError(f"--min-hosts {asked.min_hosts} is more than --nnodes {asked.hosts}")
     if asked.servers < 0 or asked.restarts < 0 or asked.grace < 0:
@@ -161,12 +161,12 @@ def _check_fit(asked: Submission) -> None:
 # The documents
 
 
-def _metadata(asked: Submission, name: str, part: str) -> Document:
+def _metadata(asked: KubernetesSubmission, name: str, part: str) -> Document:
     found: Document = {"name": name, "labels": _labels(asked, part)}
     return {**found, "namespace": asked.namespace} if asked.namespace else found
 
 
-def _labels(asked: Submission, part: str) -> dict[str, str]:
+def _labels(asked: KubernetesSubmission, part: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "echelon",
         "app.kubernetes.io/instance": asked.name,
@@ -174,7 +174,7 @@ def _labels(asked: Submission, part: str) -> dict[str, str]:
     }
 
 
-def _secret(asked: Submission) -> Document:
+def _secret(asked: KubernetesSubmission) -> Document:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -184,7 +184,7 @@ def _secret(asked: Submission) -> Document:
     }
 
 
-def _service(asked: Submission, name: str, part: str, port: int) -> Document:
+def _service(asked: KubernetesSubmission, name: str, part: str, port: int) -> Document:
     """Headless: it only gives the pods names, also before they are ready, for they wait for one another."""
     return {
         "apiVersion": "v1",
@@ -199,7 +199,7 @@ def _service(asked: Submission, name: str, part: str, port: int) -> Document:
     }
 
 
-def _job(asked: Submission) -> Document:
+def _job(asked: KubernetesSubmission) -> Document:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -226,7 +226,7 @@ def _failure_rules() -> list[Document]:
     return [evicted, on_code("Ignore", REQUEUE), on_code("FailJob", 2)]
 
 
-def _host_pod(asked: Submission) -> Document:
+def _host_pod(asked: KubernetesSubmission) -> Document:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     container = {
         **_container(asked, _host_command(asked), [{"name": _INDEX, "valueFrom": index}]),
@@ -236,7 +236,7 @@ def _host_pod(asked: Submission) -> Document:
     return {**_pod(asked, container), "subdomain": asked.name, "restartPolicy": "Never"}
 
 
-def _host_command(asked: Submission) -> list[str]:
+def _host_command(asked: KubernetesSubmission) -> list[str]:
     run = [_literal(word) for word in split_run(asked.run)] + ["--grace", f"{asked.grace:g}"]
     program = [*(["-m"] if asked.module else []), *map(_literal, asked.program)]
     meet = ["--master", asked.master]
@@ -251,7 +251,7 @@ def _host_command(asked: Submission) -> list[str]:
     return ["sh", "-c", _literal(first), "echelon", *words]
 
 
-def _stateful_set(asked: Submission) -> Document:
+def _stateful_set(asked: KubernetesSubmission) -> Document:
     name = asked.servers_name
     spec: Document = {
         "serviceName": name,
@@ -266,7 +266,7 @@ def _stateful_set(asked: Submission) -> Document:
     return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": _metadata(asked, name, "server"), "spec": spec}
 
 
-def _server_pod(asked: Submission) -> Document:
+def _server_pod(asked: KubernetesSubmission) -> Document:
     pod_name = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     connects = {"tcpSocket": {"port": "echelon"}, "periodSeconds": 10}
     container = {
@@ -286,7 +286,7 @@ def _server_pod(asked: Submission) -> Document:
     return {**pod, "securityContext": {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}}
 
 
-def _server_command(asked: Submission) -> list[str]:
+def _server_command(asked: KubernetesSubmission) -> list[str]:
     own = f"$(POD_NAME).{asked.servers_name}:{SERVER_PORT}"
     words = ["echelon", "serve", "--endpoint", own, "--pservers", asked.endpoints]
     words += ["--trainers", str(asked.hosts * asked.workers), "--state", _STATE]
@@ -295,7 +295,7 @@ def _server_command(asked: Submission) -> list[str]:
     return [*words, "--tls-cert", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key", "--tls-ca", f"{_TLS}/ca.crt"]
 
 
-def _pod(asked: Submission, container: Document) -> Document:
+def _pod(asked: KubernetesSubmission, container: Document) -> Document:
     return {
         "terminationGracePeriodSeconds": int(asked.grace) + 15,
         "automountServiceAccountToken": False,
@@ -305,7 +305,7 @@ def _pod(asked: Submission, container: Document) -> Document:
     }
 
 
-def _container(asked: Submission, command: list[str], own: list[Document]) -> Document:
+def _container(asked: KubernetesSubmission, command: list[str], own: list[Document]) -> Document:
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     mounts += [{"name": f"volume-{n}", "mountPath": path} for n, (_, path) in enumerate(_claims(asked))]
     if asked.tls_secret is not None:
@@ -320,7 +320,7 @@ def _container(asked: Submission, command: list[str], own: list[Document]) -> Do
     }
 
 
-def _environment(asked: Submission) -> list[Document]:
+def _environment(asked: KubernetesSubmission) -> list[Document]:
     token = {"secretKeyRef": {"name": asked.secret, "key": "token"}}
     found: list[Document] = [{"name": TOKEN, "valueFrom": token}]
     if asked.servers:
@@ -331,7 +331,7 @@ def _environment(asked: Submission) -> list[Document]:
     return found + [{"name": name, "value": _literal(value)} for name, value in pairs]
 
 
-def _volumes(asked: Submission) -> list[Document]:
+def _volumes(asked: KubernetesSubmission) -> list[Document]:
     """What a rank's data loader and NCCL share lies in /dev/shm, which a container has 64 MB of by default."""
     found: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     for number, (claim, _) in enumerate(_claims(asked)):
@@ -341,11 +341,11 @@ def _volumes(asked: Submission) -> list[Document]:
     return found
 
 
-def _claims(asked: Submission) -> list[tuple[str, str]]:
+def _claims(asked: KubernetesSubmission) -> list[tuple[str, str]]:
     return [kubernetes_names.split_volume(text) for text in asked.volumes]
 
 
-def _limits(asked: Submission, gpus: bool) -> dict[str, Any]:
+def _limits(asked: KubernetesSubmission, gpus: bool) -> dict[str, Any]:
     found = {"cpu": asked.cpu, "memory": asked.memory, "nvidia.com/gpu": asked.gpus if gpus else None}
     return {name: amount for name, amount in found.items() if amount is not None}
 

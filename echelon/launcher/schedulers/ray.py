@@ -26,9 +26,9 @@ from echelon.base.network import endpoint
 from echelon.base.wait_notice import WaitNotice, say_wait
 from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.schedulers import ray_host
-from echelon.launcher.schedulers.argv import typed_words
-from echelon.launcher.schedulers.ray_host import News, RayHost
-from echelon.launcher.schedulers.ssh import carried
+from echelon.launcher.schedulers.argv import rebuild_argv
+from echelon.launcher.schedulers.ray_host import LauncherOutput, RayHost
+from echelon.launcher.schedulers.ssh import collect_forwarded_environment
 
 #: Options of ``run`` that this module answers for.
 OWN = ("on", "ray_address", "nnodes", "node_rank", "master", "procs", "gpus", "env")
@@ -40,7 +40,7 @@ _LOOK = 2.0
 
 
 @dataclass(frozen=True)
-class Request:
+class RayRequest:
     """The part of ``echelon run`` that concerns the cluster, checked."""
 
     address: str
@@ -60,7 +60,7 @@ class Request:
 
 
 @dataclass
-class _Host:
+class _RayLauncher:
     """One launcher, from the moment on when it is asked for."""
 
     index: int
@@ -82,13 +82,13 @@ def run_on_ray(context: Any, first: Callable[[], None] | None = None) -> int:
         request = check(context, ray.nodes())
         if first is not None:
             first()
-        return Cluster(ray, request).run()
+        return RayJob(ray, request).run()
     finally:
         ray.shutdown()
 
 
-def check(context: Any, nodes: list[dict[str, Any]]) -> Request:
-    """The options as typed, made into a ``Request`` for a cluster of these nodes, or a one-line ``UsageError``."""
+def check(context: Any, nodes: list[dict[str, Any]]) -> RayRequest:
+    """The options as typed, made into a ``RayRequest`` for a cluster of these nodes, or a one-line ``UsageError``."""
     options: Mapping[str, Any] = context.params
     least, most, elastic = host_counts(options["nnodes"])
     procs, bundle = _share_of_a_node(options, nodes)
@@ -99,12 +99,12 @@ def check(context: Any, nodes: list[dict[str, Any]]) -> Request:
             f"--nnodes {options['nnodes'] or 1} needs {least} nodes with {wanted} each, but the Ray cluster has "
             f"{len(fitting)}; add nodes, or ask for less by --procs or --gpus"
         )
-    environment = carried(os.environ, options.get("env") or [])
+    environment = collect_forwarded_environment(os.environ, options.get("env") or [])
     environment.pop(TOKEN_FILE, None)  # the file may exist on this host only
     environment.pop(VISIBLE, None)  # which GPUs is Ray's choice; none where none were asked for
     environment |= {} if "GPU" in bundle else {VISIBLE: ""}
     environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
-    return Request(
+    return RayRequest(
         address=options["ray_address"] or "auto",
         least=least,
         most=most,
@@ -112,21 +112,21 @@ def check(context: Any, nodes: list[dict[str, Any]]) -> Request:
         bundle=bundle,
         procs=procs,
         environment=environment,
-        words=(*typed_words(context, leave_out=OWN), options["script"], *(options["args"] or [])),
+        words=(*rebuild_argv(context, leave_out=OWN), options["script"], *(options["args"] or [])),
         join_timeout=float(options["join_timeout"]),
         grace=float(options["grace"]),
         replaces=bool(elastic) or bool(options["max_restarts"]),
     )
 
 
-class Cluster:
+class RayJob:
     """The launchers of a job on Ray, watched until the last one has ended."""
 
-    def __init__(self, ray: Any, request: Request) -> None:
+    def __init__(self, ray: Any, request: RayRequest) -> None:
         self._ray, self._request = ray, request
-        self._hosts: list[_Host] = []
+        self._hosts: list[_RayLauncher] = []
         #: signals, and news of a host: what it said, that it ended, or that its node is lost
-        self._came: queue.SimpleQueue[signal.Signals | tuple[_Host, News | None]] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[signal.Signals | tuple[_RayLauncher, LauncherOutput | None]] = queue.SimpleQueue()
         self._asked, self._deadline = False, float("inf")
         self._group: Any = None
         self._masters = ""
@@ -164,22 +164,22 @@ class Cluster:
         for host in hosts:
             self._start(host)
 
-    def _host_in_bundle(self, index: int, replacement: bool = False) -> _Host:
+    def _host_in_bundle(self, index: int, replacement: bool = False) -> _RayLauncher:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
         )
         return self._new_host(index, strategy, replacement)
 
-    def _new_host(self, index: int, strategy: Any, replacement: bool) -> _Host:
+    def _new_host(self, index: int, strategy: Any, replacement: bool) -> _RayLauncher:
         share = {name.lower(): count for name, count in self._request.bundle.items()}
         actor = self._ray.remote(RayHost).options(
             num_cpus=share["cpu"], num_gpus=share.get("gpu", 0), scheduling_strategy=strategy, max_concurrency=4
         )
-        host = _Host(index, actor.remote(), replacement=replacement)
+        host = _RayLauncher(index, actor.remote(), replacement=replacement)
         self._hosts.append(host)
         return host
 
-    def _start(self, host: _Host) -> None:
+    def _start(self, host: _RayLauncher) -> None:
         """Send the launcher's words; they wait with the actor until its node is there."""
         own = ["--nnodes", self._request.nnodes, "--procs", str(self._request.procs), "--master", self._masters]
         if self._request.most == 1:
@@ -190,7 +190,7 @@ class Cluster:
         host.actor.start.remote(words, os.getcwd(), dict(self._request.environment))
         threading.Thread(target=self._listen, args=(host,), daemon=True).start()
 
-    def _listen(self, host: _Host) -> None:
+    def _listen(self, host: _RayLauncher) -> None:
         """In a thread for each host: what it says, until it has ended."""
         while True:
             try:
@@ -235,7 +235,7 @@ class Cluster:
             if host.code is None:
                 host.actor.tell.remote(number.name)
 
-    def _hear(self, host: _Host, news: News | None) -> None:
+    def _hear(self, host: _RayLauncher, news: LauncherOutput | None) -> None:
         host.started.set()
         if news is None:
             self._lose(host)
@@ -250,7 +250,7 @@ class Cluster:
             if news.code:  # it is the whole job that has failed, and the others end too
                 self._deadline = min(self._deadline, time.monotonic() + self._request.grace + _NOTICE)
 
-    def _lose(self, host: _Host) -> None:
+    def _lose(self, host: _RayLauncher) -> None:
         host.code = -1
         again = self._request.replaces and not self._asked and any(one.code is None for one in self._hosts)
         then = "; another takes its place as soon as the cluster has one" if again else ""

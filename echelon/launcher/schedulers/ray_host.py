@@ -23,7 +23,7 @@ _WAIT = 5.0
 
 
 @dataclass(frozen=True)
-class News:
+class LauncherOutput:
     """What a launcher has said since it was last asked: (out or err, line); its exit code once it has ended."""
 
     node: str
@@ -79,7 +79,7 @@ class RayHost:
             reader.start()
         threading.Thread(target=self._wait, args=(readers,), daemon=True).start()
 
-    def news(self) -> News:
+    def news(self) -> LauncherOutput:
         """Waits a moment for some; the exit code comes after the last line."""
         lines: list[tuple[str, str]] = []
         with contextlib.suppress(queue.Empty):
@@ -87,8 +87,8 @@ class RayHost:
             while not isinstance(said, int):
                 lines.append(said)
                 said = self._said.get(block=False)
-            return News(_name(), lines, said)
-        return News(_name(), lines)
+            return LauncherOutput(_name(), lines, said)
+        return LauncherOutput(_name(), lines)
 
     def tell(self, name: str) -> None:
         """Hand a signal on; calls of an actor with several threads may overtake one another."""

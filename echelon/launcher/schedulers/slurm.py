@@ -45,7 +45,7 @@ _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 # In an allocation
 
 
-def found_in_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+def read_slurm_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """What a task of ``srun --ntasks-per-node=1`` can tell of the job, where nobody has said otherwise."""
     if SLURM_STEP not in env or LOG_DIR in env or not _ours(options):
         return {}
@@ -103,7 +103,7 @@ def _ours(options: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Submission:
+class SlurmSubmission:
     """What ``echelon submit slurm`` was asked for."""
 
     program: Sequence[str]
@@ -126,7 +126,7 @@ class Submission:
         return bool(re.search(r"--nnodes[ =]\d+:", " ".join(split_run(self.run))))
 
 
-def script(asked: Submission) -> str:
+def script(asked: SlurmSubmission) -> str:
     """The batch script: everything in it that a user gave is checked, or quoted for the shell."""
     import jinja2  # here: every run would pay for it, 60 ms
 
@@ -146,7 +146,7 @@ def script(asked: Submission) -> str:
     return text
 
 
-def submit(asked: Submission) -> str:
+def submit(asked: SlurmSubmission) -> str:
     """Write the script beside the logs and hand it to sbatch; what to tell of it."""
     text = script(asked)
     path = Path(asked.log_dir).absolute() / f"{asked.name}.sbatch"
@@ -173,7 +173,7 @@ def split_run(text: str) -> list[str]:
         raise UsageError(f"--run '{text}' cannot be read: {error}") from None
 
 
-def _directives(asked: Submission, logs: Path) -> list[str]:
+def _directives(asked: SlurmSubmission, logs: Path) -> list[str]:
     if asked.nodes < 1:
         raise UsageError(f"--nnodes {asked.nodes} makes no job; it must be 1 or more")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.name, re.ASCII):

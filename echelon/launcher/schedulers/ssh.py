@@ -19,10 +19,10 @@ from echelon.base.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token
 from echelon.launcher.rendezvous.host_options import host_counts
-from echelon.launcher.schedulers.argv import typed_words
-from echelon.launcher.schedulers.host_list import HostEntry, chosen_hosts
-from echelon.launcher.schedulers.ssh_connection import Connection, Order
-from echelon.launcher.schedulers.ssh_job import Gathering
+from echelon.launcher.schedulers.argv import rebuild_argv
+from echelon.launcher.schedulers.host_list import HostListEntry, parse_host_list
+from echelon.launcher.schedulers.ssh_connection import RemoteLaunchRequest, SshConnection
+from echelon.launcher.schedulers.ssh_job import SshJob
 
 #: Variables that go to the other hosts, besides those named by --env. What ranks alone may see is not among them.
 CARRIED = ("ECHELON_", "PADDLE_", "NCCL_", "GLOO_", "OMP_", "CUDA_")
@@ -34,10 +34,10 @@ OWN = ("hosts", "hostfile", "ssh", "remote_python", "env", "nnodes", "node_rank"
 
 
 @dataclass(frozen=True)
-class Request:
+class SshRequest:
     """The part of ``echelon run`` that concerns the hosts, checked."""
 
-    hosts: tuple[HostEntry, ...]
+    hosts: tuple[HostListEntry, ...]
     #: the fewest hosts that the job goes on with; all of them where it is not elastic
     least: int
     ssh: tuple[str, ...]
@@ -60,7 +60,7 @@ def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
     request = check(context)
     if first is not None:
         first()
-    gathering = Gathering(request.hosts, request.least, request.grace)
+    gathering = SshJob(request.hosts, request.least, request.grace)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         gathering.hand_on(signal.Signals(number))
@@ -73,25 +73,25 @@ def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
     return gathering.attend()
 
 
-def check(context: Any) -> Request:
-    """The options as typed, made into a ``Request``, or a one-line ``UsageError``."""
+def check(context: Any) -> SshRequest:
+    """The options as typed, made into a ``SshRequest``, or a one-line ``UsageError``."""
     options: Mapping[str, Any] = context.params
-    hosts = chosen_hosts(options["hosts"], options["hostfile"])
+    hosts = parse_host_list(options["hosts"], options["hostfile"])
     _check_fit(options, hosts)
     least = least_hosts(options["nnodes"], len(hosts))
     ssh = _ssh_command(options["ssh"])
-    environment = carried(os.environ, options["env"] or [])
+    environment = collect_forwarded_environment(os.environ, options["env"] or [])
     if TOKEN_FILE in environment or TOKEN not in environment:  # the file may exist on this host only
         environment.pop(TOKEN_FILE, None)
         environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
-    return Request(
+    return SshRequest(
         hosts=_with_procs(hosts, options["procs"]),
         least=least,
         ssh=ssh,
         python=options["remote_python"] or sys.executable,
         environment=environment,
         master=options["master"] or _meeting_places(_where_to_meet(hosts, least), ssh, environment[TOKEN]),
-        words=(*typed_words(context, leave_out=OWN), options["script"], *(options["args"] or [])),
+        words=(*rebuild_argv(context, leave_out=OWN), options["script"], *(options["args"] or [])),
         grace=float(options.get("grace") or 30.0),
     )
 
@@ -104,7 +104,7 @@ def least_hosts(nnodes: str | None, count: int) -> int:
     return fewest
 
 
-def carried(env: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+def collect_forwarded_environment(env: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
     """The variables that all hosts are to see: ours, those of the libraries, and ``--env NAME`` or ``NAME=VALUE``."""
     found = {k: v for k, v in env.items() if (k.startswith(CARRIED) or k in CARRIED_NAMES) and k != LOG_DIR}
     for entry in named:
@@ -115,7 +115,7 @@ def carried(env: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _check_fit(options: Mapping[str, Any], hosts: Sequence[HostEntry]) -> None:
+def _check_fit(options: Mapping[str, Any], hosts: Sequence[HostListEntry]) -> None:
     if options["node_rank"] is not None:
         raise UsageError("--node-rank is for a launcher started by hand; with --hosts the order of the hosts tells")
     if options.get("servers") is not None or options.get("pservers") is not None:
@@ -127,13 +127,13 @@ def _check_fit(options: Mapping[str, Any], hosts: Sequence[HostEntry]) -> None:
         raise UsageError("--procs and the numbers of --hosts both count processes; leave one of them out")
 
 
-def _where_to_meet(hosts: Sequence[HostEntry], least: int) -> Sequence[HostEntry]:
+def _where_to_meet(hosts: Sequence[HostListEntry], least: int) -> Sequence[HostListEntry]:
     """At the first host; a job that may lose it has a second one in its stead."""
     return hosts[:2] if least < len(hosts) else hosts[:1]
 
 
-def _with_procs(hosts: Sequence[HostEntry], procs: int | None) -> tuple[HostEntry, ...]:
-    return tuple(hosts) if procs is None else tuple(HostEntry(entry.name, procs) for entry in hosts)
+def _with_procs(hosts: Sequence[HostListEntry], procs: int | None) -> tuple[HostListEntry, ...]:
+    return tuple(hosts) if procs is None else tuple(HostListEntry(entry.name, procs) for entry in hosts)
 
 
 def _ssh_command(text: str | None) -> tuple[str, ...]:
@@ -147,17 +147,19 @@ def _ssh_command(text: str | None) -> tuple[str, ...]:
     return (*words, *options)
 
 
-def _connect(request: Request, index: int, entry: HostEntry) -> Connection:
+def _connect(request: SshRequest, index: int, entry: HostListEntry) -> SshConnection:
     here = is_here(entry)
     python = sys.executable if here else request.python
     procs = () if entry.procs is None else ("--procs", str(entry.procs))
     own = ("--nnodes", request.nnodes, "--node-rank", str(index), "--master", request.master, *procs)
     words = (python, "-m", "echelon", "run", *own, *request.words)
-    order = Order(words, os.getcwd(), dict(request.environment), hail=not here, patience=request.grace + 10.0)
-    return Connection(entry.address, order, python, () if here else (*request.ssh, entry.name), first=index == 0)
+    order = RemoteLaunchRequest(
+        words, os.getcwd(), dict(request.environment), hail=not here, patience=request.grace + 10.0
+    )
+    return SshConnection(entry.address, order, python, () if here else (*request.ssh, entry.name), first=index == 0)
 
 
-def is_here(entry: HostEntry) -> bool:
+def is_here(entry: HostListEntry) -> bool:
     """Whether the host is this one, so that no ssh is needed. Another user's account always needs it."""
     if "@" in entry.name:
         return False
@@ -167,14 +169,14 @@ def is_here(entry: HostEntry) -> bool:
     return address is not None and network.is_local(address)
 
 
-def _meeting_places(hosts: Sequence[HostEntry], ssh: Sequence[str], token: str) -> str:
+def _meeting_places(hosts: Sequence[HostListEntry], ssh: Sequence[str], token: str) -> str:
     """HOST:PORT on each of these hosts, by commas, as the others reach it."""
     away = [entry for entry in hosts if not is_here(entry)]
     towards = _address_of(away[0], ssh) if away else None
     return ",".join(_meeting_place(entry, towards, ssh, token) for entry in hosts)
 
 
-def _meeting_place(entry: HostEntry, towards: str | None, ssh: Sequence[str], token: str) -> str:
+def _meeting_place(entry: HostListEntry, towards: str | None, ssh: Sequence[str], token: str) -> str:
     if not is_here(entry):
         return network.endpoint(_address_of(entry, ssh), port_for(token))
     address = network.resolve(entry.address, "--hosts")
@@ -183,7 +185,7 @@ def _meeting_place(entry: HostEntry, towards: str | None, ssh: Sequence[str], to
     return network.endpoint(address, network.free_ports(address, 1)[0])
 
 
-def _address_of(entry: HostEntry, ssh: Sequence[str]) -> str:
+def _address_of(entry: HostListEntry, ssh: Sequence[str]) -> str:
     """By the name itself; else by what ssh's own configuration says that it stands for."""
     if found := _resolved(entry.address):
         return found

@@ -23,7 +23,7 @@ _console = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Order:
+class RemoteLaunchRequest:
     """What far.py reads: the launcher's words, and where and how to start it."""
 
     words: tuple[str, ...]
@@ -37,13 +37,13 @@ class Order:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-class Connection:
+class SshConnection:
     """A launcher on one host. ``ssh`` is empty for this very host: then far.py runs here.
 
     The first host's output is the job's, and stays as it is; every line of another host's begins with its name.
     """
 
-    def __init__(self, name: str, order: Order, python: str, ssh: tuple[str, ...], first: bool) -> None:
+    def __init__(self, name: str, order: RemoteLaunchRequest, python: str, ssh: tuple[str, ...], first: bool) -> None:
         self.name = name
         self.first = first
         self.by_ssh = bool(ssh)

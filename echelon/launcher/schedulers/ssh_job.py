@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.launcher.schedulers.host_list import HostEntry
-from echelon.launcher.schedulers.ssh_connection import Connection
+from echelon.launcher.schedulers.host_list import HostListEntry
+from echelon.launcher.schedulers.ssh_connection import SshConnection
 
 #: What ssh itself exits with when the connection could not be made, or broke.
 SSH_FAILED = 255
@@ -22,8 +22,8 @@ _TOGETHER = 3.0
 
 
 @dataclass(frozen=True)
-class _End:
-    connection: Connection
+class _HostExit:
+    connection: SshConnection
     code: int
     at: float
 
@@ -39,22 +39,22 @@ class _End:
         return f"the launcher on host {name} ended with exit code {self.code}"
 
 
-class Gathering:
+class SshJob:
     """``least`` hosts must stay for the job to go on; with all of them the job stands and falls together."""
 
-    def __init__(self, hosts: Sequence[HostEntry], least: int, grace: float) -> None:
+    def __init__(self, hosts: Sequence[HostListEntry], least: int, grace: float) -> None:
         self._elastic = least < len(hosts)
         self._least = least
         self._patience = grace + _NOTICE
-        self._here: list[Connection] = []
-        self._ends: list[_End] = []
-        self._untold: list[_End] = []
-        self._came: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._here: list[SshConnection] = []
+        self._ends: list[_HostExit] = []
+        self._untold: list[_HostExit] = []
+        self._came: queue.SimpleQueue[_HostExit] = queue.SimpleQueue()
         self._deadline = float("inf")
         #: the signal that this command got
         self._asked: signal.Signals | None = None
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: SshConnection) -> None:
         self._here.append(connection)
         threading.Thread(target=self._wait_for, args=(connection,), daemon=True).start()
         if self._asked is not None:  # a signal came while we were still starting
@@ -85,11 +85,11 @@ class Gathering:
                 self._hang_up()
         return self._code()
 
-    def _wait_for(self, connection: Connection) -> None:
+    def _wait_for(self, connection: SshConnection) -> None:
         code = connection.wait()
-        self._came.put(_End(connection, code, time.monotonic()))
+        self._came.put(_HostExit(connection, code, time.monotonic()))
 
-    def _judge(self, end: _End) -> None:
+    def _judge(self, end: _HostExit) -> None:
         left = len(self._here) - len(self._ends)
         if not end.connection.started:
             goes_on = self._elastic and left >= self._least

@@ -12,7 +12,7 @@ from torch import Tensor
 from echelon.distributed.activity import waiting
 
 
-class Late:
+class DeferredScalar:
     """``read()`` gives the value that ``tensor`` has at this point of its stream.
 
     name: what it is, where all ranks read it: the GPU may be waiting for another rank

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from echelon.base.errors import LossError
 from echelon.distributed.collectives import gather_json
-from echelon.observability.metrics.deferred_scalar import Late
+from echelon.observability.metrics.deferred_scalar import DeferredScalar
 
 
-class Counted(Protocol):
+class StepLoss(Protocol):
     """A loss of all ranks, and this rank's own."""
 
     @property
@@ -23,7 +23,7 @@ class Counted(Protocol):
     def local(self) -> Tensor: ...
 
 
-class Losses:
+class FiniteLossCheck:
     """Looks at every global loss. On a GPU the host would have to wait for it, so there it looks a step later.
 
     group: who to ask whose loss it was; ``None`` where this rank's loss is its own
@@ -33,11 +33,11 @@ class Losses:
         self._rank = rank
         self.lag = 1 if on_gpu else 0  #: steps
         self.group: dist.ProcessGroup | None = None
-        self._waiting: list[tuple[int, Late, Counted]] = []
+        self._waiting: list[tuple[int, DeferredScalar, StepLoss]] = []
 
-    def note(self, step: int, tally: Counted) -> None:
+    def note(self, step: int, tally: StepLoss) -> None:
         if self.lag or self._waiting:
-            self._waiting.append((step, Late(tally.loss, "loss"), tally))
+            self._waiting.append((step, DeferredScalar(tally.loss, "loss"), tally))
             self._look(self.lag)
         elif not math.isfinite(tally.loss.item()):
             self._refuse(step, tally)
@@ -52,7 +52,7 @@ class Losses:
             if not math.isfinite(loss.read()):
                 self._refuse(step, tally)
 
-    def _refuse(self, step: int, tally: Counted) -> None:
+    def _refuse(self, step: int, tally: StepLoss) -> None:
         losses = {self._rank: float(tally.local)}
         if self.group is not None:
             losses = dict(enumerate(gather_json(losses[self._rank], self.group)))

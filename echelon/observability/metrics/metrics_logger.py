@@ -14,18 +14,26 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import activity
-from echelon.observability.metrics.deferred_scalar import Late
-from echelon.observability.metrics.prediction_check import Foretold
-from echelon.observability.metrics.sinks import Bar, JsonLines, Lines, Record, Sink, TensorBoard, find_event_writer
+from echelon.observability.metrics.deferred_scalar import DeferredScalar
+from echelon.observability.metrics.prediction_check import PredictionCheck
+from echelon.observability.metrics.sinks import (
+    ConsoleSink,
+    JsonLinesSink,
+    ProgressBarSink,
+    Record,
+    Sink,
+    TensorBoardSink,
+    find_event_writer,
+)
 from echelon.observability.metrics.step_clock import Seconds, make_clock
-from echelon.observability.runlog.log_files import LOGGED, surroundings
+from echelon.observability.runlog.log_files import LOGGED, launcher_run_directory
 from echelon.strategy.log_settings import Log
 
 if TYPE_CHECKING:
     from echelon.observability.runlog.rank_log import RankFigures
 
 
-class _Seen(NamedTuple):
+class _FinishedStep(NamedTuple):
     """A finished step.
 
     at:     by the clock that speed is measured with
@@ -41,18 +49,18 @@ class _Seen(NamedTuple):
     waited: float
 
 
-class Watch:
+class MetricsLogger:
     """Rank 0's eyes; on the other ranks it keeps the clock and that rank's own figures."""
 
     def __init__(self, log: Log, device: torch.device, rank: int) -> None:
         self.clock = make_clock(device)
         self._device = device
-        self._foretold: Foretold | None = None
+        self._foretold: PredictionCheck | None = None
         self._every, self._log = log.every, log
         self._speaks = rank == 0
         self._sinks: list[Sink] | None = None
         self._due: Callable[[], Record] | None = None
-        self._last: _Seen | None = None  # the newest step, as long as no record has it
+        self._last: _FinishedStep | None = None  # the newest step, as long as no record has it
         self._steps = 0
         self._examples: Tensor | float | None = 0.0  # None: of some step nobody has said how many
         self._since = time.perf_counter()
@@ -77,7 +85,7 @@ class Watch:
 
         held: bytes of the model that are there already. What it took to find the plan is no part of a step."""
         if self._speaks:
-            self._foretold = Foretold(seconds, memory, held, self._device)
+            self._foretold = PredictionCheck(seconds, memory, held, self._device)
         self.clock.lap("data")
         self.clock.take()
         self._since = time.perf_counter()
@@ -87,7 +95,7 @@ class Watch:
         if self._due is not None or self._figures is not None:
             self._flush()
         self._steps += 1
-        self._last = _Seen(step, loss, rate, total, time.time(), time.perf_counter(), activity.waited)
+        self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter(), activity.waited)
         if not self._speaks:
             if step % self._every == 0 or step == total:
                 self._take(self._last)  # also where nobody reads it: it would grow
@@ -103,7 +111,7 @@ class Watch:
         if not loss.is_cuda or step == total:
             self._flush()
 
-    def _take(self, last: _Seen) -> None:
+    def _take(self, last: _FinishedStep) -> None:
         """All since the record before becomes one, which ends with that step."""
         seconds = functools.cache(self.clock.take())
         if self._figures is not None:
@@ -112,11 +120,11 @@ class Watch:
             self._due = self._pending(last, seconds)
         self._steps, self._last = 0, None
 
-    def _pending(self, last: _Seen, seconds: Callable[[], Seconds]) -> Callable[[], Record]:
+    def _pending(self, last: _FinishedStep, seconds: Callable[[], Seconds]) -> Callable[[], Record]:
         """The rest of the record is still on its way through the GPU; it is read at the next step."""
         record: Record = {"step": last.step, "total": last.total, "learning_rate": last.rate, "time": last.time}
-        late, steps = Late(last.loss), self._steps
-        examples = Late(self._examples) if isinstance(self._examples, Tensor) else None
+        late, steps = DeferredScalar(last.loss), self._steps
+        examples = DeferredScalar(self._examples) if isinstance(self._examples, Tensor) else None
         count, elapsed = self._examples, last.at - self._since
         self._examples, self._since = 0.0, last.at
 
@@ -142,7 +150,7 @@ class Watch:
         """A record of another kind (an evaluation) for the files."""
         if self._speaks:
             for sink in self._open():
-                if isinstance(sink, JsonLines | TensorBoard):
+                if isinstance(sink, JsonLinesSink | TensorBoardSink):
                     sink.write({"time": time.time(), **record})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -173,15 +181,15 @@ class Watch:
             self._sinks = []
             if self._log.console and self._log.lines:
                 bar = self._log.progress if self._log.progress is not None else _terminal()
-                self._sinks.append(Bar() if bar else Lines())
+                self._sinks.append(ProgressBarSink() if bar else ConsoleSink())
             self._sinks += self._files()
         return self._sinks
 
     def _files(self) -> list[Sink]:
         if self.directory is None:
             return []
-        files: list[Sink] = [JsonLines(self.directory)]
-        return files if self._event_writer is None else [*files, TensorBoard(self.directory, self._event_writer)]
+        files: list[Sink] = [JsonLinesSink(self.directory)]
+        return files if self._event_writer is None else [*files, TensorBoardSink(self.directory, self._event_writer)]
 
 
 def _number(name: str, value: Any) -> float:
@@ -195,7 +203,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _directory(log: Log) -> Path | None:
-    path = Path(log.dir) if log.dir else surroundings()
+    path = Path(log.dir) if log.dir else launcher_run_directory()
     if path is None:
         if log.tensorboard:
             raise UsageError("Log(tensorboard=True) needs a place to write: give Log(dir=...), or use 'echelon run'")

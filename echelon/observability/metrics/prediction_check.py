@@ -16,12 +16,12 @@ from echelon.base.formatting import duration, size
 WARM, COUNTED = 5, 15
 
 
-class Came(NamedTuple):
+class PredictionOutcome(NamedTuple):
     line: str
     record: dict[str, Any]
 
 
-class Foretold:
+class PredictionCheck:
     """seconds, memory: of a step, and bytes on this device, as predicted; held: bytes of the model already here."""
 
     def __init__(self, seconds: float, memory: float, held: float, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Foretold:
         _forget_peak(device)
         self._steps, self._begun = 0, 0.0
 
-    def step(self) -> Came | None:
+    def step(self) -> PredictionOutcome | None:
         """Note a step; what came, when enough have been seen."""
         self._steps += 1
         if self._steps == WARM:
@@ -39,7 +39,7 @@ class Foretold:
             return None
         seconds = (_now(self._device) - self._begun) / COUNTED
         memory = max(0.0, _peak(self._device) - self._before)
-        return Came(self._line(seconds, memory), self._record(seconds, memory))
+        return PredictionOutcome(self._line(seconds, memory), self._record(seconds, memory))
 
     def _line(self, seconds: float, memory: float) -> str:
         off = f"{seconds / self._seconds - 1:+.0%}"

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.observability.metrics.metrics_logger import Watch
+from echelon.observability.metrics.metrics_logger import MetricsLogger
 
 if TYPE_CHECKING:
     from echelon.observability.runlog.events import Kind
-    from echelon.observability.runlog.recorder import Recorder
+    from echelon.observability.runlog.run_log_writer import RunLogWriter
 
 
-class Voice:
+class RunLogger:
     """Every rank has one; only where it ``speaks`` is a line noted."""
 
-    def __init__(self, watch: Watch, record: Recorder, speaks: bool) -> None:
+    def __init__(self, watch: MetricsLogger, record: RunLogWriter, speaks: bool) -> None:
         self._watch, self._record, self._speaks = watch, record, speaks
 
     def say(self, text: str, kind: Kind = "notice") -> None:

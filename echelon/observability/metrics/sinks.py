@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from echelon.observability.metrics.step_clock import PHASES
 from echelon.observability.runlog.log_files import LOGGED, METRICS
-from echelon.observability.runlog.log_files import Lines as JsonFile
+from echelon.observability.runlog.log_files import JsonLinesFile as JsonFile
 
 Record = dict[str, Any]
 
@@ -19,7 +19,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Lines:
+class ConsoleSink:
     """One plain line a record, for logs and pipes."""
 
     def write(self, record: Record) -> None:
@@ -29,7 +29,7 @@ class Lines:
         pass
 
 
-class Bar:
+class ProgressBarSink:
     """A live progress bar on the terminal. What the script prints goes above it; the rank's log gets plain lines."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Bar:
         self._progress.console.out(data.decode(errors="replace"), end="", highlight=False)
 
 
-class JsonLines:
+class JsonLinesSink:
     """metrics.jsonl: one object a record."""
 
     def __init__(self, directory: Path) -> None:
@@ -89,7 +89,7 @@ def find_event_writer() -> Any:
     return SummaryWriter
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Event files for TensorBoard; needs the `tensorboard` extra."""
 
     def __init__(self, directory: Path, event_writer: Any) -> None:

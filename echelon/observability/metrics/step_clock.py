@@ -17,7 +17,7 @@ Seconds = dict[str, float]
 BEHIND = 50
 
 
-class Clock:
+class StepClock:
     """Sums the seconds spent in each phase. ``lap(phase)`` ends the phase that began at the previous lap.
 
     "data" is what passes between two steps: waiting for the next batch, and whatever else the user's loop does.
@@ -38,7 +38,7 @@ class Clock:
         return lambda: seconds
 
 
-class CudaClock(Clock):
+class CudaStepClock(StepClock):
     """The same on a GPU: the host runs ahead of the device, so its own time would tell nothing."""
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class CudaClock(Clock):
         return read
 
 
-def make_clock(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else Clock()
+def make_clock(device: torch.device) -> StepClock:
+    return CudaStepClock() if device.type == "cuda" else StepClock()
 
 
 def _mark() -> torch.cuda.Event:

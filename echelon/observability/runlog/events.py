@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from echelon.observability.runlog.log_files import EVENTS, RUN, Lines, given_directory
+from echelon.observability.runlog.log_files import EVENTS, RUN, JsonLinesFile, given_directory
 
 Kind = Literal["warning", "stall", "restart", "saved", "resumed", "failed", "ended", "notice"]
 
@@ -15,7 +15,7 @@ def note_event(directory: Path | None, kind: Kind, text: str, rank: int | None =
     """Write it down, where there is a place for it."""
     if directory is None:
         return
-    file = Lines(directory / EVENTS)  # opened anew: events are rare, and a directory may come and go
+    file = JsonLinesFile(directory / EVENTS)  # opened anew: events are rare, and a directory may come and go
     file.write({"time": time.time(), "kind": kind, "rank": rank, "text": text})
     file.close()
 

@@ -41,7 +41,7 @@ def is_record(name: str) -> bool:
     return name in (RUN, EVENTS, MEMORY) or numbered
 
 
-def settle(directory: Path) -> None:
+def set_run_directory(directory: Path) -> None:
     """What has no engine at hand writes there, too."""
     global _settled  # noqa: PLW0603 - a process belongs to one run
     _settled = directory
@@ -51,16 +51,16 @@ def settle(directory: Path) -> None:
 
 def given_directory() -> Path | None:
     """Where an engine of this process writes, or else where the surroundings say; None: nowhere."""
-    return _settled or surroundings()
+    return _settled or launcher_run_directory()
 
 
-def surroundings() -> Path | None:
+def launcher_run_directory() -> Path | None:
     """Where the launcher says that a run is to be written down."""
     name = os.environ.get(RECORD_DIR) or os.environ.get(LOG_DIR)
     return Path(name) if name else None
 
 
-class Lines:
+class JsonLinesFile:
     """A file of JSON objects, one a line. Each line is one write at the file's end, so that several processes can share
     it and a reader meets whole lines, but for the last."""
 

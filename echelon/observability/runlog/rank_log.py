@@ -11,14 +11,14 @@ import torch
 
 from echelon.base.process_info import process_memory
 from echelon.distributed.activity import activity
-from echelon.observability.runlog.log_files import Lines, rank_file
+from echelon.observability.runlog.log_files import JsonLinesFile, rank_file
 
 
 class RankFigures:
     """One rank's own file. Figures are taken without waiting for the device, and written when they have come."""
 
     def __init__(self, directory: Path, rank: int, device: torch.device) -> None:
-        self._lines = Lines(directory / rank_file(rank))
+        self._lines = JsonLinesFile(directory / rank_file(rank))
         self._device = device
         self._waited = activity.waited
         self._due: Callable[[], dict[str, Any]] | None = None

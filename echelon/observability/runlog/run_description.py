@@ -19,15 +19,15 @@ from echelon.plan.plan import numel
 from echelon.strategy import Strategy
 
 if TYPE_CHECKING:
-    from echelon.observability.observed_engine import ObservedEngine
-    from echelon.plan.saved_plan import Predicted
+    from echelon.observability.engine_view import EngineView
+    from echelon.plan.saved_plan import SavedPrediction
 
 #: Variables that change how a run behaves; and words in a name that mean its value is nobody's business.
 _TELLING = ("NCCL_", "GLOO_", "ECHELON_", "TORCH_", "PYTORCH_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_")
 _SECRET = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
 
 
-def own_facts(engine: ObservedEngine) -> JSON:
+def own_facts(engine: EngineView) -> JSON:
     """What the other ranks are told of this one."""
     world = engine.world
     return {
@@ -40,7 +40,7 @@ def own_facts(engine: ObservedEngine) -> JSON:
     }
 
 
-def facts_of(engine: ObservedEngine, ranks: Sequence[JSON]) -> JSON:
+def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
     """All of run.json but its times, its settings and what was said."""
     plan, found = engine.plan, engine.found
     predicted = None if found is None else found.predicted
@@ -123,7 +123,7 @@ def stages_of(plan: Plan, ranks: Sequence[JSON]) -> list[JSON]:
     ]
 
 
-def _world(engine: ObservedEngine, ranks: Sequence[JSON]) -> JSON:
+def _world(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
     world = engine.world
     served = world.role.role == "worker"
     return {
@@ -142,7 +142,7 @@ def _schedule(plan: Plan) -> JSON | None:
     return {"name": plan.pipeline.schedule, "micro_batches": plan.pipeline.micro_batches}
 
 
-def _predicted(predicted: Predicted) -> JSON:
+def _predicted(predicted: SavedPrediction) -> JSON:
     memory = predicted.kinds or tuple({"total": total} for total in predicted.memory)
     return {
         "seconds": predicted.seconds,

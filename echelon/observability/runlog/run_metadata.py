@@ -20,7 +20,7 @@ from echelon.observability.runlog.tolerant_json import (
 
 
 @dataclass(frozen=True)
-class World:
+class WorldMetadata:
     size: int
     hosts: int
     device: str
@@ -30,7 +30,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankMetadata:
     """at: its place along the axes of the mesh; memory: bytes that its device has"""
 
     rank: int
@@ -42,7 +42,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageMetadata:
     """units: the modules that it runs; parameters: how many numbers they have"""
 
     stage: int
@@ -52,20 +52,20 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleMetadata:
     name: str
     micro_batches: int
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingMetadata:
     name: str
     value: Any
     origin: str
 
 
 @dataclass(frozen=True)
-class Span:
+class PredictedAction:
     """One action of a pipeline's schedule as predicted, in seconds from the step's beginning. kind: F, B, I or W"""
 
     rank: int
@@ -77,17 +77,17 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictionMetadata:
     """memory: bytes by kind, one for each place along the stage axis"""
 
     seconds: float
     parts: dict[str, float]
     memory: tuple[dict[str, float], ...]
-    events: tuple[Span, ...]
+    events: tuple[PredictedAction, ...]
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunMetadata:
     """run.json. began: when the first attempt was started, started: when this one was."""
 
     echelon: str
@@ -98,17 +98,17 @@ class Facts:
     started: float
     began: float
     attempt: int
-    world: World
+    world: WorldMetadata
     mesh: dict[str, int]
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankMetadata, ...]
     plan: dict[str, Any]
     parameter_count: int
     parameter_bytes: int
-    stages: tuple[Stage, ...]
-    schedule: Schedule | None
-    settings: tuple[Setting, ...]
+    stages: tuple[StageMetadata, ...]
+    schedule: ScheduleMetadata | None
+    settings: tuple[SettingMetadata, ...]
     said: tuple[str, ...]
-    predicted: Predicted | None
+    predicted: PredictionMetadata | None
     flops_per_step: float | None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class Facts:
         return next((each.value for each in self.settings if each.name == name), None)
 
     @classmethod
-    def of(cls, plain: JSON | None) -> Facts | None:
+    def of(cls, plain: JSON | None) -> RunMetadata | None:
         if plain is None:
             return None
         started = number(plain, "started") or 0.0
@@ -157,8 +157,8 @@ def _counts(plain: JSON) -> dict[str, int]:
     return {name: int(value) for name, value in numbers(plain).items()}
 
 
-def _world(plain: JSON) -> World:
-    return World(
+def _world(plain: JSON) -> WorldMetadata:
+    return WorldMetadata(
         size=integer(plain, "size") or 1,
         hosts=integer(plain, "hosts") or 1,
         device=text(plain, "device"),
@@ -168,8 +168,8 @@ def _world(plain: JSON) -> World:
     )
 
 
-def _rank(plain: JSON) -> Rank:
-    return Rank(
+def _rank(plain: JSON) -> RankMetadata:
+    return RankMetadata(
         rank=integer(plain, "rank") or 0,
         host=text(plain, "host"),
         device=text(plain, "device"),
@@ -179,8 +179,8 @@ def _rank(plain: JSON) -> Rank:
     )
 
 
-def _stage(plain: JSON) -> Stage:
-    return Stage(
+def _stage(plain: JSON) -> StageMetadata:
+    return StageMetadata(
         stage=integer(plain, "stage") or 0,
         ranks=integers(plain, "ranks"),
         units=texts(plain, "units"),
@@ -188,21 +188,21 @@ def _stage(plain: JSON) -> Stage:
     )
 
 
-def _schedule(plain: JSON) -> Schedule:
-    return Schedule(text(plain, "name"), integer(plain, "micro_batches") or 1)
+def _schedule(plain: JSON) -> ScheduleMetadata:
+    return ScheduleMetadata(text(plain, "name"), integer(plain, "micro_batches") or 1)
 
 
-def _setting(plain: JSON) -> Setting:
-    return Setting(text(plain, "name"), plain.get("value"), text(plain, "origin"))
+def _setting(plain: JSON) -> SettingMetadata:
+    return SettingMetadata(text(plain, "name"), plain.get("value"), text(plain, "origin"))
 
 
-def _predicted(plain: Any) -> Predicted | None:
+def _predicted(plain: Any) -> PredictionMetadata | None:
     seconds = number(plain, "seconds") if isinstance(plain, dict) else None
     if seconds is None:
         return None
     events = plain.get("events")
     spans = [_span(one) for one in events] if isinstance(events, list) else []
-    return Predicted(
+    return PredictionMetadata(
         seconds=seconds,
         parts=numbers(an_object(plain, "parts")),
         memory=tuple(numbers(one) for one in objects(plain, "memory")),
@@ -210,10 +210,10 @@ def _predicted(plain: Any) -> Predicted | None:
     )
 
 
-def _span(plain: Any) -> Span | None:
+def _span(plain: Any) -> PredictedAction | None:
     try:
         rank, kind, micro_batch, stage, begin, end = plain
-        return Span(int(rank), str(kind), int(micro_batch), int(stage), float(begin), float(end))
+        return PredictedAction(int(rank), str(kind), int(micro_batch), int(stage), float(begin), float(end))
     except (TypeError, ValueError, OverflowError):
         return None
 
@@ -235,7 +235,7 @@ class ModuleBytes:
 
 
 @dataclass(frozen=True)
-class Saving:
+class MemorySaving:
     """what: the means; bytes: how much lower the peak would be"""
 
     what: str
@@ -256,7 +256,7 @@ class Footprint:
     moment: str
     kinds: dict[str, int]
     modules: tuple[ModuleBytes, ...]
-    savings: tuple[Saving, ...]
+    savings: tuple[MemorySaving, ...]
     measured: bool
     how: str = ""
     ranks: tuple[int, ...] = ()
@@ -274,7 +274,9 @@ class Footprint:
             moment=text(peak, "moment"),
             kinds=_counts(an_object(plain, "kinds")),
             modules=tuple(_module(one) for one in objects(plain, "modules")),
-            savings=tuple(Saving(text(one, "what"), integer(one, "bytes") or 0) for one in objects(plain, "savings")),
+            savings=tuple(
+                MemorySaving(text(one, "what"), integer(one, "bytes") or 0) for one in objects(plain, "savings")
+            ),
             measured=plain.get("measured") is True,
             how=text(plain, "how"),
             ranks=integers(plain, "ranks"),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echelon.observability.runlog.events import note_beside
-from echelon.observability.stall.diagnose import Finding, find_stall
-from echelon.observability.stall.rank_status import Seen, Status
+from echelon.observability.stall.diagnose import StallDiagnosis, find_stall
+from echelon.observability.stall.rank_status import RankObservation, RankStatus
 from echelon.observability.stall.stall_table import table
 from echelon.observability.stall.stragglers import Stragglers
 
@@ -28,29 +28,29 @@ _LONGEST_STACK = 20_000
 
 
 @dataclass(frozen=True)
-class Ruling:
+class StallReport:
     """finding: what was found; table: what all consoles show; culprit: the first of the late ranks"""
 
-    finding: Finding
+    finding: StallDiagnosis
     table: str
-    culprit: Seen | None
+    culprit: RankObservation | None
 
 
-class _Heard:
+class _RankLiveness:
     """When a rank's report last changed, and whether it works."""
 
     def __init__(self) -> None:
-        self.status: Status | None = None
+        self.status: RankStatus | None = None
         self.at = 0.0
         self._mark: tuple[float, float, int] | None = None  # time, cpu, io
         self.works = False
 
-    def hear(self, status: Status, now: float) -> None:
+    def hear(self, status: RankStatus, now: float) -> None:
         if self.status is None or status.beat != self.status.beat:
             self.status, self.at = status, now
             self._measure(status, now)
 
-    def _measure(self, status: Status, now: float) -> None:
+    def _measure(self, status: RankStatus, now: float) -> None:
         if self._mark is None:
             self._mark = now, status.cpu, status.io
             return
@@ -66,22 +66,22 @@ def period(limit: float) -> float:
     return min(PERIOD, limit / 4)
 
 
-class Court:
+class StallDetector:
     """store: where the ranks report, under ``status/N``; limit: seconds that a rank may be late"""
 
     def __init__(self, store: Store, ranks: int, limit: float, *, ends: bool) -> None:
         self._store, self._ranks, self._limit, self._ends = store, ranks, limit, ends
         self._silence, self._confirmed = min(SILENT, limit), min(CONFIRMED, limit / 2)
-        self._heard = {rank: _Heard() for rank in range(ranks)}
+        self._heard = {rank: _RankLiveness() for rank in range(ranks)}
         self._stragglers = Stragglers()
         self._sat = 0.0
-        self._finding: Finding | None = None  # found, and not yet told
+        self._finding: StallDiagnosis | None = None  # found, and not yet told
         self._found_at = 0.0
         self._told: tuple[int, ...] | None = None
         for rank in range(ranks):  # so that all can be read at once, without waiting for those to come
             store.compare_set(f"status/{rank}", "", " ")
 
-    def sit(self, now: float, processes: Mapping[int, str]) -> tuple[Ruling | None, list[str]]:
+    def sit(self, now: float, processes: Mapping[int, str]) -> tuple[StallReport | None, list[str]]:
         """What is to be told now: of a stall, once; and lines on stragglers. ``processes``: states by rank."""
         self._read(now)
         seen = {rank: self._look(rank, now, processes) for rank in range(self._ranks)}
@@ -97,18 +97,18 @@ class Court:
         self._sat = now
         for rank, text in enumerate(self._store.multi_get([f"status/{rank}" for rank in range(self._ranks)])):
             try:
-                status = Status.from_json(bytes(text))
+                status = RankStatus.from_json(bytes(text))
             except ValueError:
                 continue
             if status.rank == rank:
                 self._heard[rank].hear(status, now)
 
-    def _look(self, rank: int, now: float, processes: Mapping[int, str]) -> Seen:
+    def _look(self, rank: int, now: float, processes: Mapping[int, str]) -> RankObservation:
         heard = self._heard[rank]
         silent = now - heard.at if heard.status is not None else 0.0
-        return Seen(rank, heard.status, silent, silent > self._silence, processes.get(rank, ""), heard.works)
+        return RankObservation(rank, heard.status, silent, silent > self._silence, processes.get(rank, ""), heard.works)
 
-    def _rule(self, seen: Mapping[int, Seen], now: float) -> Ruling | None:
+    def _rule(self, seen: Mapping[int, RankObservation], now: float) -> StallReport | None:
         finding = find_stall(seen, self._limit)
         if finding is None:
             self._finding = self._told = None
@@ -126,26 +126,26 @@ class Court:
             return None
         self._told = finding.late
         culprit = seen[finding.late[0]] if finding.late else None
-        return Ruling(finding, table(seen, finding, stacks, self._ending(finding)), culprit)
+        return StallReport(finding, table(seen, finding, stacks, self._ending(finding)), culprit)
 
-    def _ending(self, finding: Finding) -> str:
+    def _ending(self, finding: StallDiagnosis) -> str:
         if finding.works:
             return "It is at work, so nothing is ended for it; the ranks' own time limit holds (init's timeout)."
         if self._ends and finding.late:
             return "All ranks are ended now; they are started again where a restart is left."
         return "Nothing is ended for it; the ranks' own time limit holds (init's timeout)."
 
-    def _ask_for_stacks(self, finding: Finding) -> None:
+    def _ask_for_stacks(self, finding: StallDiagnosis) -> None:
         for rank in finding.late:
             self._store.delete_key(f"stack/{rank}")
             self._store.set(f"ask/{rank}", "1")
 
-    def _stacks(self, finding: Finding) -> dict[int, str]:
+    def _stacks(self, finding: StallDiagnosis) -> dict[int, str]:
         there = [rank for rank in finding.late if self._store.check([f"stack/{rank}"])]
         return {rank: _cleaned(self._store.get(f"stack/{rank}")) for rank in there}
 
 
-def note_rulings(ruling: Ruling | None, lines: Sequence[str]) -> None:
+def log_stall_reports(ruling: StallReport | None, lines: Sequence[str]) -> None:
     """Write down what was found: by whoever holds court, once."""
     if ruling is not None:
         late = ruling.finding.late

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echelon.observability.stall.rank_status import Seen, Status, Wait, circle_of
+from echelon.observability.stall.rank_status import RankObservation, RankStatus, RankWait, circle_of
 
 #: A forward that the user's script runs, as a call among the engine's own.
 FORWARD = "forward"
@@ -19,11 +19,11 @@ HOPELESS = 5.0
 #: States of a process, see proc(5), in words. Others say nothing.
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "D": "waits for a disk"}
 
-Seens = Mapping[int, Seen]
+Seens = Mapping[int, RankObservation]
 
 
 @dataclass(frozen=True)
-class Finding:
+class StallDiagnosis:
     """late:  whose fault it is, as far as can be told; nobody's where all have come and the network is slow
     cause: a sentence, or several
     brief: why the first of them is late, in few words
@@ -36,7 +36,7 @@ class Finding:
     works: bool = False
 
 
-def find_stall(seen: Seens, limit: float) -> Finding | None:
+def find_stall(seen: Seens, limit: float) -> StallDiagnosis | None:
     """What holds the job up, when some rank has waited for ``limit`` seconds; calls that can never meet sooner."""
     if (mismatch := _mismatch(seen, min(limit, HOPELESS))) is not None:
         return mismatch
@@ -48,13 +48,13 @@ def find_stall(seen: Seens, limit: float) -> Finding | None:
     late = tuple(rank for rank in reached if _out_of_action(seen[rank]) or seen[rank].wait is None)
     if late:
         works = all(seen[rank].works and not _out_of_action(seen[rank]) for rank in late)
-        return Finding(late, "\n".join(_late(seen[rank]) for rank in late), _why(seen[late[0]]), works)
-    if any(awaited(rank, seen) for rank in reached):
+        return StallDiagnosis(late, "\n".join(_late(seen[rank]) for rank in late), _why(seen[late[0]]), works)
+    if any(find_missing_ranks(rank, seen) for rank in reached):
         return _ring(stalled[0], seen)
-    return Finding((), "no rank is missing: all have come to the calls that are waited in; is the network up?")
+    return StallDiagnosis((), "no rank is missing: all have come to the calls that are waited in; is the network up?")
 
 
-def awaited(rank: int, seen: Seens) -> list[int]:
+def find_missing_ranks(rank: int, seen: Seens) -> list[int]:
     """The ranks that have not come to where ``rank`` waits."""
     wait = seen[rank].wait
     if wait is None:
@@ -63,7 +63,7 @@ def awaited(rank: int, seen: Seens) -> list[int]:
     return [other for other in members if other != rank and other in seen and not _has_come(seen[other], wait)]
 
 
-def _has_come(other: Seen, wait: Wait) -> bool:
+def _has_come(other: RankObservation, wait: RankWait) -> bool:
     if other.status is None or other.status.left:
         return False
     count, theirs = other.status.counts.get(wait.key, 0), other.wait
@@ -79,19 +79,19 @@ def _follow(begin: list[int], seen: Seens) -> list[int]:
     found, ahead = set(begin), list(begin)
     while ahead:
         rank = ahead.pop()
-        for other in [] if _out_of_action(seen[rank]) else awaited(rank, seen):
+        for other in [] if _out_of_action(seen[rank]) else find_missing_ranks(rank, seen):
             if other not in found:
                 found.add(other)
                 ahead.append(other)
     return sorted(found)
 
 
-def _out_of_action(rank: Seen) -> bool:
+def _out_of_action(rank: RankObservation) -> bool:
     """Whatever it said last is no longer so."""
     return rank.status is None or rank.status.left or rank.lost or rank.process in ("T", "t", "Z")
 
 
-def _mismatch(seen: Seens, patience: float) -> Finding | None:
+def _mismatch(seen: Seens, patience: float) -> StallDiagnosis | None:
     """Two ranks that each wait in a call the other one has not come to, and will not."""
     waits = {
         rank: wait
@@ -99,7 +99,7 @@ def _mismatch(seen: Seens, patience: float) -> Finding | None:
         if (wait := one.wait) and wait.seconds >= patience and not _out_of_action(one)
         if rank in circle_of(wait, len(seen))  # a message between two may just take long
     }
-    missing = {rank: set(awaited(rank, seen)) for rank in waits}
+    missing = {rank: set(find_missing_ranks(rank, seen)) for rank in waits}
     for rank, wait in waits.items():
         for other, theirs in waits.items():
             if rank < other and other in missing[rank] and rank in missing[other] and wait.key != theirs.key:
@@ -107,22 +107,22 @@ def _mismatch(seen: Seens, patience: float) -> Finding | None:
     return None
 
 
-def _ring(first: int, seen: Seens) -> Finding:
+def _ring(first: int, seen: Seens) -> StallDiagnosis:
     path = [first]
-    while (following := awaited(path[-1], seen)) and following[0] not in path:
+    while (following := find_missing_ranks(path[-1], seen)) and following[0] not in path:
         path.append(following[0])
     other = following[0] if following else path[-1]
     a, b = sorted((path[-1], other))
     return _different_calls(seen[a], seen[b])
 
 
-def _different_calls(one: Seen, other: Seen) -> Finding:
+def _different_calls(one: RankObservation, other: RankObservation) -> StallDiagnosis:
     first, second = where(one), where(other)
     cause = (
         f"ranks {one.rank} and {other.rank} are in different calls: rank {one.rank} in {first}, rank {other.rank} in "
         f"{second}; {advice(*(seen.status.call for seen in (one, other) if seen.status))}"
     )
-    return Finding((one.rank, other.rank), cause, f"it is in {first} and rank {other.rank} in {second}")
+    return StallDiagnosis((one.rank, other.rank), cause, f"it is in {first} and rank {other.rank} in {second}")
 
 
 def advice(*calls: str) -> str:
@@ -135,7 +135,7 @@ def advice(*calls: str) -> str:
     return "every rank must make the same calls in the same order"
 
 
-def where(rank: Seen) -> str:
+def where(rank: RankObservation) -> str:
     """``save()``, ``step 8 (sum of gradients)``."""
     status = rank.status
     if status is None:
@@ -146,11 +146,11 @@ def where(rank: Seen) -> str:
     return f"{status.call}(){inside}" if status.call else (status.wait.call if status.wait else status.phase)
 
 
-def _late(rank: Seen) -> str:
+def _late(rank: RankObservation) -> str:
     return f"{rank.name} is late: {_why(rank)}"
 
 
-def _why(rank: Seen) -> str:
+def _why(rank: RankObservation) -> str:
     status = rank.status
     if status is not None and status.left:
         return "its script has ended"
@@ -161,6 +161,6 @@ def _why(rank: Seen) -> str:
     return f"it is in {_doing(status)} since {status.seconds + rank.silent:.0f} s"
 
 
-def _doing(status: Status) -> str:
+def _doing(status: RankStatus) -> str:
     step = f" of step {status.step}" if status.call == "step" else ""
     return status.phase if status.phase == "user code" else f"{status.phase}{step}"

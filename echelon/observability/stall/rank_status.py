@@ -7,13 +7,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from echelon.distributed.activity import in_full
+from echelon.distributed.activity import parse_ranks
 
 _LONGEST = 300  # characters of one text: it ends on consoles
 
 
 @dataclass(frozen=True)
-class Wait:
+class RankWait:
     """number: the how-manieth wait in this call with these ranks; seconds: for how long now"""
 
     call: str
@@ -28,7 +28,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Status:
+class RankStatus:
     """One rank.
 
     beat:   how many reports it has made
@@ -48,7 +48,7 @@ class Status:
     phase: str
     seconds: float
     call: str
-    wait: Wait | None
+    wait: RankWait | None
     counts: dict[str, int]
     cpu: float
     io: int
@@ -61,12 +61,12 @@ class Status:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str | bytes) -> Status:
+    def from_json(text: str | bytes) -> RankStatus:
         """Raises ``ValueError`` for anything that ``to_json`` did not write."""
         try:
             given = json.loads(text)
             wait = given.pop("wait")
-            status = Status(**given, wait=None if wait is None else Wait(**wait))
+            status = RankStatus(**given, wait=None if wait is None else RankWait(**wait))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError("not the report of a rank") from error
         if not _well_typed(status):
@@ -75,7 +75,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankObservation:
     """A rank as whoever judges sees it.
 
     silent:  seconds since its last report; ``lost``: that is too long
@@ -84,14 +84,14 @@ class Seen:
     """
 
     rank: int
-    status: Status | None = None
+    status: RankStatus | None = None
     silent: float = 0.0
     lost: bool = False
     process: str = ""
     works: bool = False
 
     @property
-    def wait(self) -> Wait | None:
+    def wait(self) -> RankWait | None:
         """What it waits in, the time since its report included."""
         if self.status is None or self.status.left or self.status.wait is None:
             return None
@@ -103,15 +103,15 @@ class Seen:
         return f"rank {self.rank} (host {status.host}, pid {status.pid})" if status else f"rank {self.rank}"
 
 
-def circle_of(wait: Wait, world_size: int) -> tuple[int, ...]:
+def circle_of(wait: RankWait, world_size: int) -> tuple[int, ...]:
     """The ranks that a wait is for; none where they make no sense."""
     try:
-        return tuple(rank for rank in in_full(wait.ranks, world_size) if 0 <= rank < world_size)
+        return tuple(rank for rank in parse_ranks(wait.ranks, world_size) if 0 <= rank < world_size)
     except ValueError:
         return ()
 
 
-def _well_typed(status: Status) -> bool:
+def _well_typed(status: RankStatus) -> bool:
     numbers = [status.seconds, status.cpu, *status.busy.values()]
     texts = [status.host, status.phase, status.call, status.alike]
     counts = [status.rank, status.pid, status.beat, status.step, status.io, status.steps, *status.counts.values()]

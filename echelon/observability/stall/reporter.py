@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from echelon.base.environment import LOG_DIR, RESTART_COUNT, STALL, STALL_JUDGE, Place
+from echelon.base.environment import LOG_DIR, RESTART_COUNT, STALL, STALL_JUDGE, RankInfo
 from echelon.base.errors import UsageError
-from echelon.distributed.activity import activity, in_short
-from echelon.observability.stall.detector import Court, note_rulings, period
-from echelon.observability.stall.rank_status import Status, Wait, printable
+from echelon.distributed.activity import activity, format_ranks
+from echelon.observability.stall.detector import StallDetector, log_stall_reports, period
+from echelon.observability.stall.rank_status import RankStatus, RankWait, printable
 
 if TYPE_CHECKING:
     from echelon.distributed.world import World
@@ -34,7 +34,7 @@ FRAMES = 30
 #: Where the launcher finds the reports in the store of the ranks.
 PREFIX = "echelon/watch"
 
-_reporter: Reporter | None = None
+_reporter: StatusReporter | None = None
 
 
 def stall_limit() -> float:
@@ -54,7 +54,7 @@ def report(world: World) -> None:
     global _reporter  # noqa: PLW0603 - a process belongs to one job
     limit = stall_limit()
     if _reporter is None and limit > 0 and world.control is not None:
-        _reporter = Reporter(world.place, limit)
+        _reporter = StatusReporter(world.place, limit)
         _reporter.start()
         atexit.register(stop)
 
@@ -67,8 +67,8 @@ def stop() -> None:
         reporter.stop()
 
 
-class Reporter(threading.Thread):
-    def __init__(self, place: Place, limit: float) -> None:
+class StatusReporter(threading.Thread):
+    def __init__(self, place: RankInfo, limit: float) -> None:
         super().__init__(name="echelon-reporter", daemon=True)
         self._place, self._limit = place, limit
         self._main = threading.main_thread().ident
@@ -76,7 +76,7 @@ class Reporter(threading.Thread):
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._beat = 0
         self._tables = 0  # shown so far
-        self._court: Court | None = None
+        self._court: StallDetector | None = None
 
     def stop(self) -> None:
         """A thread that comes back from torch while Python ends would bring the process down: wait for it."""
@@ -88,7 +88,7 @@ class Reporter(threading.Thread):
             store = _open(self._place)
             judged_here = STALL_JUDGE not in os.environ
             if judged_here and self._place.rank == 0:
-                self._court = Court(store, self._place.world_size, self._limit, ends=False)
+                self._court = StallDetector(store, self._place.world_size, self._limit, ends=False)
             while True:
                 self._tell(store)
                 if judged_here:
@@ -111,9 +111,9 @@ class Reporter(threading.Thread):
         self._beat += 1
         store.set(f"status/{self._place.rank}", self.status(left).to_json())
 
-    def status(self, left: bool = False) -> Status:
+    def status(self, left: bool = False) -> RankStatus:
         now, own = time.monotonic(), activity
-        return Status(
+        return RankStatus(
             rank=self._place.rank,
             host=self._host,
             pid=self._pid,
@@ -128,7 +128,7 @@ class Reporter(threading.Thread):
             io=_bytes_moved(),
             busy=dict(own.busy),
             steps=own.steps,
-            alike=in_short(own.alike),
+            alike=format_ranks(own.alike),
             left=left,
         )
 
@@ -136,7 +136,7 @@ class Reporter(threading.Thread):
         if self._court is None:
             return
         ruling, lines = self._court.sit(time.monotonic(), {})
-        note_rulings(ruling, lines)
+        log_stall_reports(ruling, lines)
         for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
             store.set(f"table/{int(store.add('tables', 1)) - 1}", text)
 
@@ -146,7 +146,7 @@ class Reporter(threading.Thread):
             self._tables += 1
 
 
-def _open(place: Place) -> Store:
+def _open(place: RankInfo) -> Store:
     store = TCPStore(
         place.master_addr, place.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
@@ -155,11 +155,11 @@ def _open(place: Place) -> Store:
     return PrefixStore(PREFIX + attempt, store)
 
 
-def _wait(now: float) -> Wait | None:
+def _wait(now: float) -> RankWait | None:
     wait = activity.wait
     if wait is None:
         return None
-    return Wait(wait.call, printable(wait.what), str(wait.ranks), wait.number, now - wait.since)
+    return RankWait(wait.call, printable(wait.what), str(wait.ranks), wait.number, now - wait.since)
 
 
 def stack_of(thread: int | None) -> str:

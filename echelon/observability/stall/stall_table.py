@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echelon.distributed.activity import in_short
-from echelon.observability.stall.diagnose import Finding, Seens, awaited
-from echelon.observability.stall.rank_status import Seen
+from echelon.distributed.activity import format_ranks
+from echelon.observability.stall.diagnose import Seens, StallDiagnosis, find_missing_ranks
+from echelon.observability.stall.rank_status import RankObservation
 
 _HEAD = ("rank", "host", "step", "phase", "waits in", "for", "since")
 #: Larger jobs show the late ranks and the first of those that wait.
 MOST_ROWS = 32
 
 
-def table(seen: Seens, finding: Finding, stacks: Mapping[int, str], ending: str) -> str:
+def table(seen: Seens, finding: StallDiagnosis, stacks: Mapping[int, str], ending: str) -> str:
     """Everything that is said of a stall, line by line; ``ending``: what happens now."""
     shown = _chosen(seen, finding)
     rows = [_HEAD, *(_row(seen[rank], seen) for rank in shown)]
@@ -28,23 +28,23 @@ def table(seen: Seens, finding: Finding, stacks: Mapping[int, str], ending: str)
     return "\n".join(["echelon: the job does not go on", *lines, ending])
 
 
-def _chosen(seen: Seens, finding: Finding) -> list[int]:
+def _chosen(seen: Seens, finding: StallDiagnosis) -> list[int]:
     first = [*finding.late, *(rank for rank in sorted(seen) if rank not in finding.late)]
     return sorted(first[:MOST_ROWS])
 
 
-def _row(rank: Seen, seen: Seens) -> Sequence[str]:
+def _row(rank: RankObservation, seen: Seens) -> Sequence[str]:
     status, wait = rank.status, rank.wait
     if status is None:
         return (str(rank.rank), "?", "?", "not heard of", "", "", "")
     phase = "left" if status.left else status.phase
     since = wait.seconds if wait else status.seconds + rank.silent
     what = "" if wait is None else f"{wait.call}{': ' if wait.what else ''}{wait.what}"
-    whom = awaited(rank.rank, seen)
+    whom = find_missing_ranks(rank.rank, seen)
     return (str(rank.rank), status.host, str(status.step), phase, what, _ranks(whom), f"{since:.0f} s")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {in_short(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from echelon.observability.stall.rank_status import Status
+from echelon.observability.stall.rank_status import RankStatus
 
 #: A window has at least so many steps of every rank and so many seconds.
 STEPS, SECONDS = 20, 5.0
@@ -22,12 +22,12 @@ class Stragglers:
     """Fed with every rank's reports; says a line when it is time."""
 
     def __init__(self) -> None:
-        self._begin: dict[int, Status] = {}
+        self._begin: dict[int, RankStatus] = {}
         self._since = 0.0
         self._streak: dict[int, int] = {}
         self._named: dict[int, float] = {}
 
-    def look(self, statuses: Mapping[int, Status], now: float) -> list[str]:
+    def look(self, statuses: Mapping[int, RankStatus], now: float) -> list[str]:
         """Lines on the ranks that have become slow by now."""
         if not self._begin or set(statuses) != set(self._begin):
             self._begin, self._since = dict(statuses), now
@@ -42,7 +42,7 @@ class Stragglers:
         self,
         alike: list[int],
         spent: Mapping[int, Mapping[str, float]],
-        statuses: Mapping[int, Status],
+        statuses: Mapping[int, RankStatus],
         now: float,
     ) -> Iterable[str]:
         middle = _middle(sum(spent[rank].values()) for rank in alike)
@@ -54,7 +54,7 @@ class Stragglers:
                 yield _line(statuses[rank], spent, alike)
 
 
-def _circles(statuses: Iterable[Status]) -> list[list[int]]:
+def _circles(statuses: Iterable[RankStatus]) -> list[list[int]]:
     """Ranks that do the like, where there are at least two of them."""
     found: dict[str, list[int]] = {}
     for status in statuses:
@@ -62,7 +62,7 @@ def _circles(statuses: Iterable[Status]) -> list[list[int]]:
     return [ranks for ranks in found.values() if len(ranks) > 1]
 
 
-def _per_step(begin: Status, end: Status) -> dict[str, float]:
+def _per_step(begin: RankStatus, end: RankStatus) -> dict[str, float]:
     steps = end.steps - begin.steps
     return {phase: (end.busy.get(phase, 0.0) - begin.busy.get(phase, 0.0)) / steps for phase in _WORK}
 
@@ -72,7 +72,7 @@ def _middle(values: Iterable[float]) -> float:
     return statistics.median_low(list(values))
 
 
-def _line(status: Status, spent: Mapping[int, Mapping[str, float]], alike: list[int]) -> str:
+def _line(status: RankStatus, spent: Mapping[int, Mapping[str, float]], alike: list[int]) -> str:
     own = spent[status.rank]
     times = sum(own.values()) / max(_middle(sum(spent[rank].values()) for rank in alike), 1e-9)
     share = sum(own.values()) / 20  # phases that hardly matter have wild ratios

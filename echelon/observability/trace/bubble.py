@@ -15,7 +15,7 @@ from echelon.base.errors import EchelonError
 from echelon.observability.trace.intervals import Interval, clipped, length, union, without
 from echelon.observability.trace.span import DEVICE, HOST, Span
 from echelon.observability.trace.step_breakdown import Windows
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 from echelon.plan.schedule import Kind, make_schedule
 from echelon.plan.simulate import Simulation, simulate
 from echelon.strategy.annotations.marks import ScheduleName
@@ -52,7 +52,7 @@ class _Pipeline(NamedTuple):
         return 1 - busy / ((end - begin) * len(self.actions)) if end > begin else 0.0
 
 
-def find_bubble(ranks: Sequence[RankFile]) -> tuple[Bubble | None, Windows]:
+def find_bubble(ranks: Sequence[RankTrace]) -> tuple[Bubble | None, Windows]:
     """The bubble over all pipelines and steps, and when each rank's pipeline was at work in each step."""
     pipelines = _pipelines(ranks)
     windows = {(rank, one.step): one.window for one in pipelines for rank in one.actions}
@@ -63,7 +63,7 @@ def find_bubble(ranks: Sequence[RankFile]) -> tuple[Bubble | None, Windows]:
     return Bubble(fmean(one.idle for one in pipelines), theory, _even(ranks)), windows
 
 
-def _pipelines(ranks: Sequence[RankFile]) -> list[_Pipeline]:
+def _pipelines(ranks: Sequence[RankTrace]) -> list[_Pipeline]:
     found: defaultdict[tuple[int, int, int], dict[int, list[tuple[Span, float]]]] = defaultdict(dict)
     for ranked in ranks:
         replica, _, split = ranked.place
@@ -72,7 +72,7 @@ def _pipelines(ranks: Sequence[RankFile]) -> list[_Pipeline]:
     return [_Pipeline(step, actions) for (step, _, _), actions in found.items() if len(actions) > 1]
 
 
-def _actions(ranked: RankFile) -> dict[int, list[tuple[Span, float]]]:
+def _actions(ranked: RankTrace) -> dict[int, list[tuple[Span, float]]]:
     """By step, this rank's actions, each with the seconds in which it did not wait; on a GPU, in which kernels ran."""
     waits = union((s.begin, s.end) for s in ranked.spans if s.lane == HOST and s.kind in WAITS)
     device = [s for s in ranked.spans if s.lane == DEVICE and s.kind == "kernel" and "copy" not in s.more]
@@ -86,7 +86,7 @@ def _actions(ranked: RankFile) -> dict[int, list[tuple[Span, float]]]:
     return found
 
 
-def _theory(pipeline: _Pipeline, ranks: Sequence[RankFile]) -> float | None:
+def _theory(pipeline: _Pipeline, ranks: Sequence[RankTrace]) -> float | None:
     simulated = _simulated(pipeline, next((r.about.get("schedule") for r in ranks if r.rank in pipeline.actions), None))
     if simulated is None or not simulated.makespan:
         return None
@@ -105,7 +105,7 @@ def _simulated(pipeline: _Pipeline, told: Any) -> Simulation | None:
         return None
 
 
-def _even(ranks: Sequence[RankFile]) -> float | None:
+def _even(ranks: Sequence[RankTrace]) -> float | None:
     """(p - 1) / (v m + p - 1) of p ranks, m micro-batches and v stages a rank; zero-bubble has no such form."""
     about: dict[str, Any] = ranks[0].about
     told: Any = about.get("schedule")

@@ -19,7 +19,7 @@ from echelon.observability.trace.span_recorder import now
 ROUNDS, ALL_ROUNDS, LEAST = 16, 4096, 3
 
 
-class Offset(NamedTuple):
+class ClockOffset(NamedTuple):
     """Rank 0's clock shows ``at + seconds`` when ours shows ``at``, give or take ``error``."""
 
     at: float
@@ -27,11 +27,11 @@ class Offset(NamedTuple):
     error: float
 
 
-class OneClock(NamedTuple):
+class ClockMapping(NamedTuple):
     """From this rank's clock to rank 0's, on a straight line through two measured offsets."""
 
-    before: Offset
-    after: Offset
+    before: ClockOffset
+    after: ClockOffset
 
     @property
     def error(self) -> float:
@@ -48,12 +48,12 @@ class OneClock(NamedTuple):
         return at + self.before.seconds + self.drift * (at - self.before.at)
 
 
-def measure(group: dist.ProcessGroup | None, clock: Callable[[], float] = now) -> Offset:
+def measure(group: dist.ProcessGroup | None, clock: Callable[[], float] = now) -> ClockOffset:
     """This rank's offset to the first rank of ``group``; all of its ranks call it together."""
     if group is None or dist.get_rank(group) == 0:
         if group is not None:
             _answer(group, clock)
-        return Offset(clock(), 0.0, 0.0)
+        return ClockOffset(clock(), 0.0, 0.0)
     first = dist.get_global_rank(group, 0)
     return min((_ask(first, group, clock) for _ in range(_rounds(group))), key=lambda offset: offset.error)
 
@@ -62,14 +62,14 @@ def _rounds(group: dist.ProcessGroup) -> int:
     return max(LEAST, min(ROUNDS, ALL_ROUNDS // dist.get_world_size(group)))
 
 
-def _ask(first: int, group: dist.ProcessGroup, clock: Callable[[], float]) -> Offset:
+def _ask(first: int, group: dist.ProcessGroup, clock: Callable[[], float]) -> ClockOffset:
     message = torch.zeros((), dtype=torch.float64)
     sent = clock()
     dist.send(message, first, group=group)
     dist.recv(message, first, group=group)
     came = clock()
     middle = (sent + came) / 2
-    return Offset(middle, float(message) - middle, (came - sent) / 2)
+    return ClockOffset(middle, float(message) - middle, (came - sent) / 2)
 
 
 def _answer(group: dist.ProcessGroup, clock: Callable[[], float]) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.distributed.activity import activity, circle
+from echelon.distributed.activity import activity, describe_ranks
 from echelon.observability.trace.span import NETWORK, Span
-from echelon.observability.trace.span_recorder import Recorder, now
+from echelon.observability.trace.span_recorder import TraceRecorder, now
 
 #: Methods, and what a message of theirs is called while nobody waits for it. Older torches lack some.
 _CALLS = {
@@ -45,13 +45,13 @@ _CALLS = {
 }
 
 
-class Message:
+class CommRecord:
     """A collective or a message between two ranks, from its beginning until it is done."""
 
     def __init__(self, call: str, group: dist.ProcessGroup, args: tuple[Any, ...], step: int) -> None:
         self.name, self.step = _CALLS[call], step
         self.bytes = max((_bytes(arg) for arg in args), default=0)
-        self.ranks, self.on_host = circle(group), dist.get_backend(group) != "nccl"
+        self.ranks, self.on_host = describe_ranks(group), dist.get_backend(group) != "nccl"
         self.begin, self.launched = now(), 0.0
         self.end: float | None = None
         self.told = False  # whether the backend itself said when it was done
@@ -87,12 +87,12 @@ def _ends(call: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> tuple[s
     return f"{group.group_name}/{source}>{target}/{tag}", "sender" if call == "send" else "receiver"
 
 
-class Taps:
+class CommHooks:
     """``open()`` to ``close()``: messages of all threads. What is still under way at the end is left out."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
-        self.messages: list[Message] = []
+        self.messages: list[CommRecord] = []
         self._numbers: Counter[tuple[str, str | None]] = Counter()
         self._lock = threading.Lock()
         self._originals: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class Taps:
     def _tapped(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
             try:
-                message = Message(call, group, args, self._recorder.step)
+                message = CommRecord(call, group, args, self._recorder.step)
             except (ValueError, KeyError, RuntimeError):  # a group that torch.distributed does not list
                 return original(group, *args, **named)
             with self._lock:
@@ -126,12 +126,12 @@ class Taps:
                 return work
             here = threading.get_ident() == self._recorder.thread
             _ask_for_its_end(work, message, args)
-            return Watched(work, message, here)
+            return TracedWork(work, message, here)
 
         return tapped
 
 
-def _ask_for_its_end(work: Any, message: Message, args: tuple[Any, ...]) -> None:
+def _ask_for_its_end(work: Any, message: CommRecord, args: tuple[Any, ...]) -> None:
     """Have the backend say when it is done, where it can. It cannot for messages between two ranks; and where tensors
     are on a GPU it would take part in the order of its streams."""
     if message.at is None and message.on_host and not any(map(_on_gpu, args)):
@@ -139,10 +139,10 @@ def _ask_for_its_end(work: Any, message: Message, args: tuple[Any, ...]) -> None
             work.get_future().add_done_callback(lambda _: message.done(told=True))
 
 
-class Watched:
+class TracedWork:
     """Work under way, that notes when it is waited for and by whom."""
 
-    def __init__(self, work: Any, message: Message, here: bool) -> None:
+    def __init__(self, work: Any, message: CommRecord, here: bool) -> None:
         self._work, self._message, self._here = work, message, here
 
     def wait(self, *args: Any) -> Any:
@@ -172,6 +172,6 @@ def _bytes(arg: Any) -> int:
     return sum(_bytes(part) for part in arg) if isinstance(arg, list | tuple) else 0
 
 
-def spans_of(messages: Iterable[Message]) -> list[Span]:
+def spans_of(messages: Iterable[CommRecord]) -> list[Span]:
     """Of what travelled between hosts' memories, as far as it has arrived."""
     return [span for message in messages if message.on_host and (span := message.span()) is not None]

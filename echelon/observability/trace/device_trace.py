@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from echelon.observability.trace.comm_hooks import Message
+from echelon.observability.trace.comm_hooks import CommRecord
 from echelon.observability.trace.span import DEVICE, Span
 from echelon.observability.trace.span_recorder import now
 
@@ -78,7 +78,7 @@ def events_of(trace: dict[str, Any], behind: float) -> list[dict[str, Any]]:
 
 
 def device_spans(
-    events: Iterable[dict[str, Any]], host: Sequence[Span], messages: Sequence[Message] = ()
+    events: Iterable[dict[str, Any]], host: Sequence[Span], messages: Sequence[CommRecord] = ()
 ) -> list[Span]:
     """Kernels and copies, each with the step and phase that launched it; what no phase launched is left out."""
     known = list(events)
@@ -97,7 +97,7 @@ def device_spans(
     return found
 
 
-def _span(event: dict[str, Any], phase: Span, message: Message | None) -> Span:
+def _span(event: dict[str, Any], phase: Span, message: CommRecord | None) -> Span:
     name = event["name"][:LONGEST]
     more: dict[str, Any] = {"in": phase.name, "stream": event["args"].get("stream", 0)}
     if event["cat"] != "kernel":
@@ -110,7 +110,7 @@ def _span(event: dict[str, Any], phase: Span, message: Message | None) -> Span:
     return Span(message.name, "communicate", DEVICE, *times, phase.step, message.bytes, message.ranks, more)
 
 
-def _message(event: dict[str, Any], launch: dict[str, Any], sent: Sequence[Message]) -> Message | None:
+def _message(event: dict[str, Any], launch: dict[str, Any], sent: Sequence[CommRecord]) -> CommRecord | None:
     """The collective during whose call the kernel was launched."""
     if "nccl" not in event["name"].lower():
         return None

@@ -16,19 +16,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from echelon.observability.observed_engine import ObservedEngine
-    from echelon.observability.trace.span_recorder import Arguments, Recorder
+    from echelon.observability.engine_view import EngineView
+    from echelon.observability.trace.span_recorder import Arguments, TraceRecorder
 
 #: Of a training step, in forward passes: itself, and backward's two.
 PASSES = 3
 
 
-class Seen:
+class ModelCallHook:
     """Tells the recorder the arguments of the model's first call from now on. For a loop of the user's own: the engine
     tells those of its steps, which may be replays of a graph that call no model, and hooks have a call run uncompiled.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, recorder: TraceRecorder) -> None:
         self._recorder = recorder
         self._handle: RemovableHandle | None = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
@@ -42,14 +42,14 @@ class Seen:
             self._handle = None
 
 
-def countable(engine: ObservedEngine) -> bool:
+def can_count_flops(engine: EngineView) -> bool:
     """Whether a forward pass of this rank's model is all that it computes in a step."""
     plan = engine.plan
     fetched = plan.shard is not None and plan.shard.level > 2
     return engine.world.device.type == "cuda" and plan.pipeline is None and engine.served is None and not fetched
 
 
-def counted(model: nn.Module, arguments: Arguments, amp: torch.dtype | None, device: torch.device) -> float | None:
+def count_flops(model: nn.Module, arguments: Arguments, amp: torch.dtype | None, device: torch.device) -> float | None:
     """Of forward and backward of that call, on this rank; ``None`` where it cannot be told."""
     args, named = arguments
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -13,25 +13,27 @@ from typing import Any
 
 from echelon.distributed.activity import activity
 from echelon.observability.trace import trace_files
-from echelon.observability.trace.comm_hooks import Message, Taps
+from echelon.observability.trace.comm_hooks import CommHooks, CommRecord
 from echelon.observability.trace.partial_file import now_line, spans_line
 from echelon.observability.trace.span import HOST, KINDS, NETWORK, Span
-from echelon.observability.trace.span_recorder import Recorder, now, wait_span
+from echelon.observability.trace.span_recorder import TraceRecorder, now, wait_span
 
 #: Seconds after which a step that goes on is written down as far as it has come.
 TICK = 0.2
 
 
-class Live:
+class LiveSpanWriter:
     """``step()`` after each step; ``end()`` when it was cut short, ``remove()`` when it is whole.
 
     failed: why nothing more is written: a full disk, say. The recording itself goes on in memory.
     """
 
-    def __init__(self, folder: Path, rank: int, about: dict[str, Any], recorder: Recorder, taps: Taps) -> None:
+    def __init__(
+        self, folder: Path, rank: int, about: dict[str, Any], recorder: TraceRecorder, taps: CommHooks
+    ) -> None:
         self._recorder, self._taps = recorder, taps
         self._noted, self._sent = 0, 0  # how many spans and messages have been looked at
-        self._under_way: list[Message] = []
+        self._under_way: list[CommRecord] = []
         self._lock, self._over, self._quiet = threading.Lock(), threading.Event(), True
         self.failed: str | None = None
         self._path = folder / trace_files.part_name(rank)

@@ -11,25 +11,25 @@ from pathlib import Path
 from echelon.observability.trace import trace_files
 from echelon.observability.trace.partial_file import last_whole_step
 from echelon.observability.trace.perfetto import trace_of
-from echelon.observability.trace.summary import Summary, flops_told, summarize
-from echelon.observability.trace.trace_files import RankFile
-from echelon.observability.trace.truncated import cut_short, left_aside
+from echelon.observability.trace.summary import Summary, read_flops, summarize
+from echelon.observability.trace.trace_files import RankTrace
+from echelon.observability.trace.truncated import find_earlier_parts, find_truncation
 
 
 def merge(folder: Path, *, keep: bool = True) -> Summary:
     """Read the ranks' files; ``keep``: write the trace and the summary beside them, unless ranks are still at it."""
     ranks = on_one_clock(trace_files.read(folder))
-    cut = cut_short(ranks, folder)
-    figures = {**summarize([whole_steps(ranked) for ranked in ranks], flops_told(folder.parent)), "cut": cut}
+    cut = find_truncation(ranks, folder)
+    figures = {**summarize([whole_steps(ranked) for ranked in ranks], read_flops(folder.parent)), "cut": cut}
     if keep and not (cut and cut["running"]):
         trace = json.dumps(trace_of(ranks)).encode()
         trace_files.write(folder, trace_files.TRACE, gzip.compress(trace, compresslevel=3, mtime=0))
         trace_files.write(folder, trace_files.SUMMARY, json.dumps(figures, indent=1).encode())
     there = folder / trace_files.TRACE
-    return Summary(figures, there if there.exists() else None, left_aside(folder))
+    return Summary(figures, there if there.exists() else None, find_earlier_parts(folder))
 
 
-def whole_steps(ranked: RankFile) -> RankFile:
+def whole_steps(ranked: RankTrace) -> RankTrace:
     """Without the step that was cut: as one of many it would pass for a quick one."""
     if ranked.ending is None:
         return ranked
@@ -37,7 +37,7 @@ def whole_steps(ranked: RankFile) -> RankFile:
     return replace(ranked, spans=[span for span in ranked.spans if last is not None and span.step <= last])
 
 
-def on_one_clock(ranks: Sequence[RankFile]) -> list[RankFile]:
+def on_one_clock(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """Ranks that could not compare their clocks, on different hosts, have the time of day in common."""
     if not ranks:
         return []
@@ -45,7 +45,7 @@ def on_one_clock(ranks: Sequence[RankFile]) -> list[RankFile]:
     return [first, *(_shifted(ranked, first) for ranked in ranks[1:])]
 
 
-def _shifted(ranked: RankFile, first: RankFile) -> RankFile:
+def _shifted(ranked: RankTrace, first: RankTrace) -> RankTrace:
     walls = ranked.about.get("wall"), first.about.get("wall")
     same_host = ranked.about.get("host") == first.about.get("host")
     if ranked.about.get("clock_error") is not None or same_host or not all(isinstance(w, float) for w in walls):

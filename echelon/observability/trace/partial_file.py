@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from echelon.observability.trace.span import Span, span_of
 
 
-class Ending(NamedTuple):
+class TraceTruncation(NamedTuple):
     """The end of a recording that was cut short.
 
     at:    the last moment that is known of the rank, on the clock of all
@@ -50,7 +50,7 @@ def _row(span: Span) -> tuple[Any, ...]:
 # ---- reading ----
 
 
-def read_part(about: dict[str, Any], lines: Iterable[Any]) -> tuple[list[Span], Ending]:
+def read_part(about: dict[str, Any], lines: Iterable[Any]) -> tuple[list[Span], TraceTruncation]:
     """The spans and the end of what the parsed ``lines`` tell, on the clock of all; what is no such line is left out.
 
     What was under way at the end is among the spans, as far as it had come.
@@ -70,7 +70,7 @@ def read_part(about: dict[str, Any], lines: Iterable[Any]) -> tuple[list[Span], 
     at = last["at"] + offset if last else max((span.end for span in moved), default=0.0)
     said = last.get("said")
     doing = tuple(span for span in moved if "cut" in span.more)
-    ending = Ending(at, doing, said if isinstance(said, str) else None, last.get("lost") is True)
+    ending = TraceTruncation(at, doing, said if isinstance(said, str) else None, last.get("lost") is True)
     return sorted(moved, key=lambda span: (span.begin, -span.end)), ending
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from echelon.observability.trace.span import DEVICE, HOST, NETWORK, Span
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 from echelon.observability.trace.traffic import messages_of
 
 Event = dict[str, Any]
@@ -20,7 +20,7 @@ _STEPS, _HOST, _DEVICE, _NETWORK = 1, 2, 100, 200
 _HIDDEN = ("key", "at", "waited", "told", "phase")
 
 
-def trace_of(ranks: Sequence[RankFile]) -> dict[str, Any]:
+def trace_of(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     """In Chrome's format. Time zero is the first span's begin."""
     zero = min((span.begin for ranked in ranks for span in ranked.spans), default=0.0)
     messages = messages_of(ranks)
@@ -34,7 +34,7 @@ def _receives(span: Span) -> bool:
     return span.more.get("at") == "receiver"
 
 
-def _process(ranked: RankFile, zero: float, rates: Mapping[int, float], since: Mapping[int, float]) -> Iterator[Event]:
+def _process(ranked: RankTrace, zero: float, rates: Mapping[int, float], since: Mapping[int, float]) -> Iterator[Event]:
     """since: of messages that are received, when the sender had come as well"""
     process = _process_of(ranked.rank)
     yield _named("process_name", process, _STEPS, name=_title(ranked))
@@ -57,7 +57,7 @@ def _process_of(rank: int) -> int:
     return 1 + rank
 
 
-def _title(ranked: RankFile) -> str:
+def _title(ranked: RankTrace) -> str:
     at = ranked.about.get("at")
     mesh = ranked.about.get("mesh")
     sizes = mesh if isinstance(mesh, dict) else {}
@@ -72,7 +72,7 @@ def _thread_name(span: Span, thread: int) -> str:
     return "host" if span.lane == HOST else f"network {thread - _NETWORK + 1}"
 
 
-def _steps(ranked: RankFile) -> list[Span]:
+def _steps(ranked: RankTrace) -> list[Span]:
     phases = [span for span in ranked.spans if "phase" in span.more]
     found = []
     for number in sorted({span.step for span in phases}):
@@ -83,7 +83,7 @@ def _steps(ranked: RankFile) -> list[Span]:
     return found
 
 
-def _placed(ranked: RankFile) -> Iterator[tuple[Span, int]]:
+def _placed(ranked: RankTrace) -> Iterator[tuple[Span, int]]:
     """Every span and its thread."""
     for span in sorted((s for s in ranked.spans if s.lane == HOST), key=lambda s: (s.begin, -s.end)):
         yield span, _HOST
@@ -130,7 +130,7 @@ def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _arrows(ranks: Sequence[RankFile], zero: float, since: Mapping[int, float]) -> Iterator[Event]:
+def _arrows(ranks: Sequence[RankTrace], zero: float, since: Mapping[int, float]) -> Iterator[Event]:
     """From where a message was sent to where it arrives. A receiver may have waited long before anything was sent, and
     Perfetto draws arrows from what begins first to what begins later: hence to its arrival, inside the receive."""
     ends: dict[tuple[str, str], dict[str, tuple[int, int, Span]]] = {}

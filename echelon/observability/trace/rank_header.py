@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from echelon.observability.trace.clock_sync import OneClock
+from echelon.observability.trace.clock_sync import ClockMapping
 from echelon.observability.trace.span_recorder import now
 from echelon.optim.grad_scaler import DTYPES
-from echelon.strategy.recorded_steps import Steps
+from echelon.strategy.recorded_steps import RecordedSteps
 
 if TYPE_CHECKING:
-    from echelon.observability.observed_engine import ObservedEngine
+    from echelon.observability.engine_view import EngineView
 
 
-def processes(engine: ObservedEngine) -> int:
+def processes(engine: EngineView) -> int:
     """How many train, workers that only servers bind together included."""
     served = engine.served
     return served.workers if served is not None and served.dense else engine.world.size
 
 
-def about(engine: ObservedEngine, clock: OneClock, asked: Steps) -> dict[str, Any]:
+def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict[str, Any]:
     """asked: the steps that are to be recorded"""
     world, plan = engine.world, engine.plan
     staged = plan.pipeline is not None and plan.stages is not None
@@ -49,7 +49,7 @@ def about(engine: ObservedEngine, clock: OneClock, asked: Steps) -> dict[str, An
     }
 
 
-def _schedule(engine: ObservedEngine) -> dict[str, Any]:
+def _schedule(engine: EngineView) -> dict[str, Any]:
     pipeline, stages = engine.plan.pipeline, engine.plan.stages
     assert pipeline is not None
     assert stages is not None
@@ -57,7 +57,7 @@ def _schedule(engine: ObservedEngine) -> dict[str, Any]:
     return {"name": pipeline.schedule, "micro_batches": pipeline.micro_batches, "stages": count}
 
 
-def _peak(engine: ObservedEngine) -> float | None:
+def _peak(engine: EngineView) -> float | None:
     """FLOP/s that the GPU's maker promises for the type that products are computed in."""
     if engine.world.device.type != "cuda":
         return None

@@ -16,7 +16,7 @@ from echelon.distributed.activity import AFTER, activity, waiting
 from echelon.observability.trace.span import HOST, NETWORK, Span
 
 if TYPE_CHECKING:
-    from echelon.distributed.activity import Message
+    from echelon.distributed.activity import ServerMessage
     from echelon.plan.schedule import Action
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
@@ -33,7 +33,7 @@ def now() -> float:
     return monotonic()
 
 
-class Recorder:
+class TraceRecorder:
     """step: the one that is under way; phase: the part of it, and since when; arguments: of a call of the model."""
 
     def __init__(self, step: int) -> None:
@@ -73,7 +73,7 @@ class Recorder:
         """The training thread has waited for parameter servers."""
         self.spans.append(Span(f"wait for a {kind}", kind, HOST, since, now(), self.step))
 
-    def asked(self, kind: str, since: float, sent: Sequence[Message], answers: Sequence[Future[Any]]) -> None:
+    def asked(self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]) -> None:
         """Requests to parameter servers are under way since then; the span ends with the last answer."""
         size = sum(array.nbytes for frame in sent for array in frame.arrays)
         request = _Request(self, kind, since, size, len(answers))
@@ -91,7 +91,7 @@ def wait_span(wait: waiting, at: float, step: int) -> Span:
 class _Request:
     """What was asked of all servers at once. Answers are noted by the threads of the links."""
 
-    def __init__(self, recorder: Recorder, kind: str, begun: float, size: int, missing: int) -> None:
+    def __init__(self, recorder: TraceRecorder, kind: str, begun: float, size: int, missing: int) -> None:
         self._recorder, self._kind, self._begun = recorder, kind, begun
         self._size, self._missing, self._step = size, missing, recorder.step
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from echelon.observability.trace.intervals import Interval, length, union, within, without
 from echelon.observability.trace.span import DEVICE, HOST, Span
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 
 PARTS = ("compute", "exposed", "bubble", "data", "server", "update", "other")
 #: What a phase of the host counts as, where no wait says otherwise.
@@ -26,7 +26,7 @@ _PHASES = {
 
 
 @dataclass
-class Step:
+class StepBreakdown:
     """A step on one rank, with its parts as stretches of time."""
 
     rank: int
@@ -51,14 +51,14 @@ class Step:
 Windows = dict[tuple[int, int], Interval]  #: by rank and step: when its pipeline was at work
 
 
-def steps_of(ranked: RankFile, windows: Windows) -> list[Step]:
+def steps_of(ranked: RankTrace, windows: Windows) -> list[StepBreakdown]:
     """The rank's steps. While its pipeline is at work, waiting for whatever counts as bubble."""
     host = [span for span in ranked.spans if span.lane == HOST]
     device = [span for span in ranked.spans if span.lane == DEVICE]
     layers = _layers(host, device, alone=ranked.about.get("ranks") == 1)
     found = []
     for number, (begin, end) in _bounds(host, device).items():
-        step = Step(ranked.rank, number, begin, end)
+        step = StepBreakdown(ranked.rank, number, begin, end)
         left = [(begin, end)]
         for part, intervals in layers:
             taken = within(left, intervals)
@@ -74,7 +74,7 @@ def steps_of(ranked: RankFile, windows: Windows) -> list[Step]:
     return found
 
 
-def _add(step: Step, part: str, intervals: Sequence[Interval]) -> None:
+def _add(step: StepBreakdown, part: str, intervals: Sequence[Interval]) -> None:
     if intervals:
         step.parts[part] = union([*step.parts.get(part, []), *intervals])
 

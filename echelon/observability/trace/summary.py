@@ -12,9 +12,16 @@ from echelon.observability.runlog.log_files import RUN
 from echelon.observability.runlog.tolerant_json import json_file, number
 from echelon.observability.trace.bubble import find_bubble
 from echelon.observability.trace.intervals import clipped, length, union
-from echelon.observability.trace.step_breakdown import PARTS, Step, steps_of
-from echelon.observability.trace.trace_files import RankFile
-from echelon.observability.trace.traffic import Message, blamed, lateness, messages_of, table, transfers
+from echelon.observability.trace.step_breakdown import PARTS, StepBreakdown, steps_of
+from echelon.observability.trace.trace_files import RankTrace
+from echelon.observability.trace.traffic import (
+    MatchedComm,
+    lateness,
+    messages_of,
+    table,
+    transfers,
+    wait_seconds_by_culprit,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Summary:
         return short_lines(self)
 
 
-def summarize(ranks: Sequence[RankFile], flops: float | None = None) -> dict[str, Any]:
+def summarize(ranks: Sequence[RankTrace], flops: float | None = None) -> dict[str, Any]:
     """flops: of one step of the whole job, where it is known; else the ranks may know it."""
     bubble, windows = find_bubble(ranks)
     by_rank = {ranked.rank: steps_of(ranked, windows) for ranked in ranks}
@@ -63,7 +70,7 @@ def summarize(ranks: Sequence[RankFile], flops: float | None = None) -> dict[str
         "step_ms": 1e3 * seconds,
         "ranks": [_rank(rank, own, messages, late) for rank, own in by_rank.items() if own],
         **_slowest({rank: fmean(step.own for step in own) for rank, own in by_rank.items() if own}),
-        "waited_for": _waited_for(blamed(late), count),
+        "waited_for": _waited_for(wait_seconds_by_culprit(late), count),
         "exposed_communication": sum(s.part("exposed") for s in steps) / sum(s.seconds for s in steps),
         "bubble": bubble.to_json() if bubble else None,
         "mfu": _mfu(ranks, seconds, flops),
@@ -73,7 +80,7 @@ def summarize(ranks: Sequence[RankFile], flops: float | None = None) -> dict[str
 
 
 def _rank(
-    rank: int, steps: Sequence[Step], messages: Sequence[Message], late: dict[tuple[int, int], float]
+    rank: int, steps: Sequence[StepBreakdown], messages: Sequence[MatchedComm], late: dict[tuple[int, int], float]
 ) -> dict[str, float | int]:
     own = union(transfers(messages).get(rank, []))
     travelling = [union([*clipped(own, s.begin, s.end), *s.parts.get("exposed", [])]) for s in steps]
@@ -97,7 +104,7 @@ def _waited_for(blame: dict[int, float], steps: int) -> dict[str, float | int] |
     return {"rank": rank, "ms": 1e3 * blame[rank] / steps}
 
 
-def _mfu(ranks: Sequence[RankFile], seconds: float, flops: float | None) -> float | None:
+def _mfu(ranks: Sequence[RankTrace], seconds: float, flops: float | None) -> float | None:
     peaks = [ranked.about.get("peak") for ranked in ranks]
     counted = [ranked.about.get("flops") for ranked in ranks]
     if flops is None and all(isinstance(one, int | float) for one in counted):
@@ -108,19 +115,19 @@ def _mfu(ranks: Sequence[RankFile], seconds: float, flops: float | None) -> floa
     return flops / (seconds * promised)
 
 
-def _sharers(ranks: Sequence[RankFile]) -> list[int]:
+def _sharers(ranks: Sequence[RankTrace]) -> list[int]:
     """How many ranks use each rank's device."""
     devices = [(ranked.about.get("host"), ranked.about.get("device_index", ranked.rank)) for ranked in ranks]
     return [devices.count(device) for device in devices]
 
 
-def _clock_error(ranks: Sequence[RankFile]) -> float | None:
+def _clock_error(ranks: Sequence[RankTrace]) -> float | None:
     errors = [ranked.about.get("clock_error") for ranked in ranks]
     known = [1e3 * error for error in errors if isinstance(error, int | float)]
     return max(known) if len(known) == len(ranks) else None
 
 
-def flops_told(directory: Path) -> float | None:
+def read_flops(directory: Path) -> float | None:
     """Of one step, as the run wrote it down."""
     told = number(json_file(directory / RUN) or {}, "flops_per_step")
     return told if told is not None and told > 0 else None

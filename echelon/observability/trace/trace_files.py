@@ -16,7 +16,7 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.run_directory import existing_directory, records_elsewhere
-from echelon.observability.trace.partial_file import Ending, read_part
+from echelon.observability.trace.partial_file import TraceTruncation, read_part
 from echelon.observability.trace.span import Span, span_of
 
 FOLDER, TRACE, SUMMARY = "timeline", "trace.json.gz", "summary.json"
@@ -26,14 +26,14 @@ _OURS = re.compile(r"rank-(\d{1,7})\.jsonl(\.part)?")
 
 
 @dataclass(frozen=True)
-class RankFile:
+class RankTrace:
     """What one rank recorded. ``about`` is the first line: rank, host, clock_offset, clock_error, device, steps ...
     ``ending`` is there where the recording was cut short."""
 
     rank: int
     about: dict[str, Any]
     spans: Sequence[Span] = field(default_factory=list)
-    ending: Ending | None = None
+    ending: TraceTruncation | None = None
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -146,12 +146,12 @@ def _is_ours(about: Any) -> bool:
     return isinstance(about, dict) and isinstance(about.get("rank"), int) and "clock_offset" in about
 
 
-def read(folder: Path) -> list[RankFile]:
+def read(folder: Path) -> list[RankTrace]:
     """By rank."""
     return [ranked for file in of_ranks(folder).values() if (ranked := read_rank(file)) is not None]
 
 
-def read_rank(file: Path) -> RankFile | None:
+def read_rank(file: Path) -> RankTrace | None:
     """What one rank left; None where the file is none of ours."""
     try:
         first, *lines = file.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
@@ -162,8 +162,8 @@ def read_rank(file: Path) -> RankFile | None:
         return None
     told = map(_json, lines)
     if file.suffix == ".part":
-        return RankFile(about["rank"], about, *read_part(about, told))
-    return RankFile(about["rank"], about, [span for line in told if (span := span_of(line)) is not None])
+        return RankTrace(about["rank"], about, *read_part(about, told))
+    return RankTrace(about["rank"], about, [span for line in told if (span := span_of(line)) is not None])
 
 
 def _json(line: str) -> Any:

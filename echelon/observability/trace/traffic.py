@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from echelon.observability.trace.intervals import Interval
 from echelon.observability.trace.span import NETWORK, Span
-from echelon.observability.trace.trace_files import RankFile
+from echelon.observability.trace.trace_files import RankTrace
 
 End = tuple[int, Span]  #: a rank, and its end of a message
 #: Seconds. Where the backend does not tell when a message was done, the wait for it does. A wait shorter than this
@@ -22,7 +22,7 @@ AT_ONCE = 5e-5
 
 
 @dataclass(frozen=True)
-class Message:
+class MatchedComm:
     """All ends of one message or collective."""
 
     ends: tuple[End, ...]
@@ -50,16 +50,16 @@ class Message:
         return span.bytes / (seen[1] - seen[0]) if seen and span.bytes and seen[1] > seen[0] else None
 
 
-def messages_of(ranks: Sequence[RankFile]) -> list[Message]:
+def messages_of(ranks: Sequence[RankTrace]) -> list[MatchedComm]:
     found: defaultdict[tuple[str, str], list[End]] = defaultdict(list)
     for ranked in ranks:
         for span in ranked.spans:
             if span.kind == "communicate" and "key" in span.more:
                 found[span.ranks or "", str(span.more["key"])].append((ranked.rank, span))
-    return [Message(tuple(ends)) for ends in found.values()]
+    return [MatchedComm(tuple(ends)) for ends in found.values()]
 
 
-def transfers(messages: Sequence[Message]) -> dict[int, list[Interval]]:
+def transfers(messages: Sequence[MatchedComm]) -> dict[int, list[Interval]]:
     """By rank, when something of its own travelled."""
     found: defaultdict[int, list[Interval]] = defaultdict(list)
     for message in messages:
@@ -68,7 +68,7 @@ def transfers(messages: Sequence[Message]) -> dict[int, list[Interval]]:
     return found
 
 
-def lateness(messages: Sequence[Message]) -> dict[tuple[int, int], float]:
+def lateness(messages: Sequence[MatchedComm]) -> dict[tuple[int, int], float]:
     """By (who waited, for whom): seconds until the last rank of a message had come."""
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     for message in messages:
@@ -79,29 +79,29 @@ def lateness(messages: Sequence[Message]) -> dict[tuple[int, int], float]:
     return dict(found)
 
 
-def table(messages: Sequence[Message], ranks: Sequence[RankFile], steps: int) -> list[dict[str, Any]]:
+def table(messages: Sequence[MatchedComm], ranks: Sequence[RankTrace], steps: int) -> list[dict[str, Any]]:
     """For each kind of communication: bytes and milliseconds of a step on a rank that takes part, and bandwidth. What
     arrived unseen adds to the bytes alone."""
-    moved: defaultdict[str, list[_Moved]] = defaultdict(list)
+    moved: defaultdict[str, list[_TransferSample]] = defaultdict(list)
     for message in messages:
         for rank, span in message.ends:
             if span.more.get("at") != "sender":  # it is counted where it arrives
                 seen = message.transfer(span)
-                moved[span.name].append(_Moved(rank, span.bytes or 0, seen[1] - seen[0] if seen else None))
+                moved[span.name].append(_TransferSample(rank, span.bytes or 0, seen[1] - seen[0] if seen else None))
     for ranked in ranks:
         for span in ranked.spans:
             if span.lane == "network" and span.kind in ("pull", "push"):
-                moved[f"{span.kind} (servers)"].append(_Moved(ranked.rank, span.bytes or 0, span.seconds))
+                moved[f"{span.kind} (servers)"].append(_TransferSample(ranked.rank, span.bytes or 0, span.seconds))
     return sorted((_row(name, ends, steps) for name, ends in moved.items()), key=lambda row: -float(row["ms"]))
 
 
-class _Moved(NamedTuple):
+class _TransferSample(NamedTuple):
     rank: int
     bytes: int
     seconds: float | None
 
 
-def _row(name: str, moved: Sequence[_Moved], steps: int) -> dict[str, Any]:
+def _row(name: str, moved: Sequence[_TransferSample], steps: int) -> dict[str, Any]:
     shared = max(1, steps) * len({one.rank for one in moved})
     seconds = sum(one.seconds for one in moved if one.seconds is not None)
     seen = sum(one.bytes for one in moved if one.seconds is not None)
@@ -113,7 +113,7 @@ def _row(name: str, moved: Sequence[_Moved], steps: int) -> dict[str, Any]:
     }
 
 
-def blamed(late: Mapping[tuple[int, int], float]) -> dict[int, float]:
+def wait_seconds_by_culprit(late: Mapping[tuple[int, int], float]) -> dict[int, float]:
     """By rank, the seconds that others waited for it."""
     found: defaultdict[int, float] = defaultdict(float)
     for (_, last), seconds in late.items():

@@ -14,8 +14,8 @@ from typing import Any
 from echelon.base.process_info import process_started
 from echelon.observability.runlog.log_files import EVENTS
 from echelon.observability.runlog.tolerant_json import JSON, integer, json_lines, number, text
-from echelon.observability.trace.partial_file import Ending, last_whole_step
-from echelon.observability.trace.trace_files import UNFINISHED, RankFile
+from echelon.observability.trace.partial_file import TraceTruncation, last_whole_step
+from echelon.observability.trace.trace_files import UNFINISHED, RankTrace
 
 #: Seconds that a rank fell silent before the others when it is sure that it did: it writes more often (see ``live``).
 SILENCE = 2.0
@@ -23,7 +23,7 @@ SILENCE = 2.0
 REUSED = 5.0
 
 
-def cut_short(ranks: Sequence[RankFile], folder: Path | None = None) -> dict[str, Any] | None:
+def find_truncation(ranks: Sequence[RankTrace], folder: Path | None = None) -> dict[str, Any] | None:
     """None for a recording that is whole. Else
 
     asked:    the first and the last step that were to be recorded
@@ -56,7 +56,7 @@ def _pair(value: Any) -> list[int] | None:
     return value if known else None
 
 
-def _rank(ranked: RankFile, ending: Ending, last: float) -> dict[str, Any]:
+def _rank(ranked: RankTrace, ending: TraceTruncation, last: float) -> dict[str, Any]:
     return {
         "rank": ranked.rank,
         "step": last_whole_step(ranked.spans),
@@ -70,12 +70,12 @@ def _doing(span: Any) -> dict[str, Any]:
     return {"name": span.name, "ms": 1e3 * span.seconds, "ranks": span.ranks, "step": span.step}
 
 
-def _missing(ranks: Sequence[RankFile]) -> list[int]:
+def _missing(ranks: Sequence[RankTrace]) -> list[int]:
     count = max((n for ranked in ranks if isinstance(n := ranked.about.get("ranks"), int)), default=0)
     return sorted(set(range(min(count, 1_000_000))) - {ranked.rank for ranked in ranks})
 
 
-def _first(parts: Sequence[tuple[RankFile, Ending]]) -> int | None:
+def _first(parts: Sequence[tuple[RankTrace, TraceTruncation]]) -> int | None:
     """Who failed of its own; else the one that had no time for a word, when all others had; else whoever fell silent
     long before the others."""
     by_time = sorted(parts, key=lambda part: part[1].at)
@@ -90,7 +90,7 @@ def _first(parts: Sequence[tuple[RankFile, Ending]]) -> int | None:
     return None
 
 
-def _failure(folder: Path | None, parts: Sequence[tuple[RankFile, Ending]]) -> JSON:
+def _failure(folder: Path | None, parts: Sequence[tuple[RankTrace, TraceTruncation]]) -> JSON:
     """The first after the recording began, as the launcher wrote it down."""
     began = min((wall for ranked, _ in parts if (wall := number(ranked.about, "began")) is not None), default=None)
     if folder is None or began is None:
@@ -100,7 +100,7 @@ def _failure(folder: Path | None, parts: Sequence[tuple[RankFile, Ending]]) -> J
     return next(told, {})
 
 
-def _is_running(ranked: RankFile) -> bool:
+def _is_running(ranked: RankTrace) -> bool:
     pid = ranked.about.get("pid")
     if ranked.about.get("host") != platform.node() or not isinstance(pid, int) or pid < 1:
         return False
@@ -114,7 +114,7 @@ def _is_running(ranked: RankFile) -> bool:
     return began is None or started is None or started <= began + REUSED
 
 
-def left_aside(folder: Path) -> Path | None:
+def find_earlier_parts(folder: Path) -> Path | None:
     """Where the parts of an earlier attempt lie, when there are any."""
     aside = folder / UNFINISHED
     return aside if any(aside.glob("rank-*.part")) else None

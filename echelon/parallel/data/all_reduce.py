@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.activity import waiting
-from echelon.distributed.collectives import Waiting, hand_round, swap_rows
+from echelon.distributed.collectives import PendingCollective, start_all_gather, start_all_to_all
 from echelon.optim.grad_scaler import DTYPES
 
 #: The largest entry of a chunk travels as a half float of about this size; 65504 is the most that one can hold.
@@ -26,7 +26,7 @@ TOP = 2.0**14
 PIECE = 1 << 17  # numbers that a CPU converts at a time
 
 
-class Sum(Protocol):
+class AllReduce(Protocol):
     """A sum that is under way: ``start`` it, let it ``turn`` from collecting to handing round, ``finish`` it."""
 
     def start(self) -> None: ...
@@ -38,18 +38,18 @@ class Sum(Protocol):
 
 def sum_over(
     row: Tensor, wire: str | None, group: dist.ProcessGroup, number: int = 0, call: str = "sum", what: str = ""
-) -> Sum:
+) -> AllReduce:
     """A sum of ``row`` over the ranks of ``group``, in place and reusable.
 
     ``number`` tells sums apart that are under way at the same time, and is the same on all ranks. ``call`` and ``what``
     are said of a rank that waits for it.
     """
     if wire:
-        return _SixteenBitSum(row, DTYPES[wire], group, number, call, what)
-    return _PlainSum(row, group, call, what)
+        return _SixteenBitAllReduce(row, DTYPES[wire], group, number, call, what)
+    return _PlainAllReduce(row, group, call, what)
 
 
-class _PlainSum:
+class _PlainAllReduce:
     def __init__(self, row: Tensor, group: dist.ProcessGroup, call: str, what: str) -> None:
         self._row, self._group, self._call, self._what = row, group, call, what
         self._work: dist.Work | None = None
@@ -69,7 +69,7 @@ class _PlainSum:
             self._work.wait()
 
 
-class _SixteenBitSum:
+class _SixteenBitAllReduce:
     def __init__(
         self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int, call: str, what: str
     ) -> None:
@@ -83,14 +83,14 @@ class _SixteenBitSum:
         self._came = torch.empty_like(self._sent)
         self._mine = torch.zeros(length + 1, dtype=dtype, device=place)
         self._total = torch.zeros(length, device=place)
-        self._under_way: Waiting | None = None
+        self._under_way: PendingCollective | None = None
 
     @torch.no_grad()
     def start(self) -> None:
         for rank, (chunk, message) in enumerate(zip(self._chunks, self._sent, strict=False)):
             if rank != self._me:
                 _encode(chunk, message)
-        self._under_way = swap_rows(self._came, self._sent, self._group, self._tag)
+        self._under_way = start_all_to_all(self._came, self._sent, self._group, self._tag)
 
     @torch.no_grad()
     def turn(self) -> None:
@@ -102,7 +102,7 @@ class _SixteenBitSum:
                 for part, numbers in _decoded(message, self._total):
                     part.add_(numbers)
         _encode(self._total, self._mine)
-        self._under_way = hand_round(self._came, self._mine, self._group, self._tag + 1)
+        self._under_way = start_all_gather(self._came, self._mine, self._group, self._tag + 1)
 
     @torch.no_grad()
     def finish(self) -> None:

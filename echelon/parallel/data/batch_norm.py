@@ -21,7 +21,7 @@ from echelon.distributed.collectives import all_gather, start_small_sum
 _idle = False
 
 
-class idle:
+class stand_in_batch:
     """While active, this rank runs a stand-in batch: it takes part in every collective but counts for nothing."""
 
     __slots__ = ("_active",)
@@ -40,7 +40,7 @@ class idle:
         _idle = False
 
 
-def is_idle() -> bool:
+def is_stand_in_batch() -> bool:
     """Return True while this rank runs a stand-in batch."""
     return _idle
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.base.errors import UsageError
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.parallel.data import batch_norm
 from echelon.plan import Plan
 
@@ -27,7 +27,7 @@ class BatchRows:
 
     current: BatchRows | None = None  #: of the engine that runs, or was made last
 
-    def __init__(self, plan: Plan, grid: Grid, served: bool = False) -> None:
+    def __init__(self, plan: Plan, grid: MeshGroups, served: bool = False) -> None:
         self._plan, self._grid, self._served = plan, grid, served
         self._group: dist.ProcessGroup | None = None
         self.is_used = False  #: in this pass; in a loop of the user's own, since the last update
@@ -59,7 +59,7 @@ class BatchRows:
         from echelon.parallel.tensor.split_axis import SplitAxis
         from echelon.parallel.tensor.split_collectives import gather_rows
 
-        if batch_norm.is_idle():  # a stand-in for a batch that this rank does not have
+        if batch_norm.is_stand_in_batch():  # a stand-in for a batch that this rank does not have
             rows = rows[:0]
         axis = SplitAxis(group, dist.get_rank(group), dist.get_world_size(group), spread=True)
         sizes = gather_rows(rows, axis, "gather_batch(): replicas' rows are joined")

@@ -39,7 +39,7 @@ def schedule_sparsity(step: int, begin: int, rampup_step: int, sparsities: Seque
     return sparsities[min((step - begin) * len(sparsities) // rampup_step, len(sparsities) - 1)]
 
 
-def kept(size: int, sparsity: float) -> int:
+def count_sent_entries(size: int, sparsity: float) -> int:
     """How many of ``size`` entries leave: at least one."""
     if not 0.0 <= sparsity <= 1.0:
         raise UsageError(f"the sparsity is {sparsity}; it is the share of entries held back, from 0 to 1")
@@ -78,7 +78,7 @@ class Compressor:
 
     def counts(self, sparsity: float) -> list[int]:
         """How many entries of each parameter ``select`` returns: the same on every rank."""
-        return [kept(size, sparsity) for size in self.sizes]
+        return [count_sent_entries(size, sparsity) for size in self.sizes]
 
     def count(self, sparsity: float) -> int:
         """How many entries ``select`` returns: the same on every rank."""

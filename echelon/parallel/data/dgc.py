@@ -20,7 +20,7 @@ from torch.optim.sgd import sgd
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import all_gather
-from echelon.distributed.process_groups import Groups
+from echelon.distributed.process_groups import ProcessGroups
 from echelon.distributed.world import World
 from echelon.optim.grad_scaler import DTYPES
 from echelon.optim.shared_groups import SharingOptimizer, share_groups
@@ -30,7 +30,7 @@ from echelon.plan import Plan
 
 
 @dataclass(frozen=True)
-class Peers:
+class DgcGroups:
     """Whom a rank exchanges sparse gradients with.
 
     parts:  how many contributions there are: ranks, or hosts when hosts reduce densely inside
@@ -48,25 +48,25 @@ class Peers:
         return self.within is None or dist.get_rank() == self.leader
 
 
-def make_peers(plan: Plan, world: World, groups: Groups) -> Peers:
+def make_dgc_groups(plan: Plan, world: World, groups: ProcessGroups) -> DgcGroups:
     """The groups for a plan; every rank makes all of them, in the same order."""
     if world.size == 1:
-        return Peers(1, None)
+        return DgcGroups(1, None)
     if plan.ranks_per_host == 1:
-        return Peers(world.size, groups.new())
+        return DgcGroups(world.size, groups.new())
     hosts = [range(first, first + plan.ranks_per_host) for first in range(0, world.size, plan.ranks_per_host)]
     within = [groups.new(host) for host in hosts]
     across = groups.new([host[0] for host in hosts])
     mine = world.rank // plan.ranks_per_host
     leads = world.rank == hosts[mine][0]
-    return Peers(len(hosts), across if leads and len(hosts) > 1 else None, within[mine], hosts[mine][0])
+    return DgcGroups(len(hosts), across if leads and len(hosts) > 1 else None, within[mine], hosts[mine][0])
 
 
 class SparseMomentum(SharingOptimizer):
     """Stands in for the SGD it was made from, whose parameter groups it shares: schedules drive both."""
 
     def __init__(
-        self, source: torch.optim.Optimizer, plan: Plan, key: str, named: Mapping[str, nn.Parameter], peers: Peers
+        self, source: torch.optim.Optimizer, plan: Plan, key: str, named: Mapping[str, nn.Parameter], peers: DgcGroups
     ) -> None:
         _refuse_others(source)
         super().__init__(source.param_groups, source.defaults)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.base.errors import UsageError
-from echelon.base.lazy_dynamo import untraced
+from echelon.base.lazy_dynamo import hide_from_dynamo
 
 
 @overload
@@ -19,7 +19,7 @@ def gather_batch(features: Tensor, /) -> Tensor: ...
 def gather_batch(features: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
 
 
-@untraced
+@hide_from_dynamo
 def gather_batch(*features: Any) -> Any:
     """Gather the rows (dimension 0) of all replicas, with gradients; in one process, return what is given.
 
@@ -28,9 +28,9 @@ def gather_batch(*features: Any) -> Any:
     process computes. In a pipeline the rows are those of one micro-batch.
     """
     from echelon.parallel.data.batch_rows import BatchRows
-    from echelon.parallel.tensor import Spread
+    from echelon.parallel.tensor import ShardedActivation
 
-    plain = [each.whole() if isinstance(each, Spread) else each for each in features]
+    plain = [each.whole() if isinstance(each, ShardedActivation) else each for each in features]
     for each in plain:
         if not isinstance(each, Tensor) or each.dim() == 0:
             got = "a scalar" if isinstance(each, Tensor) else type(each).__name__

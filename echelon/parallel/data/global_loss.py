@@ -27,13 +27,13 @@ PACK = 4096.0
 Sums = tuple[Tensor, Tensor, Tensor] | tuple[float, float, float]
 
 
-class TakesAlong(Protocol):
+class PiggybackSum(Protocol):
     """What sums some numbers over the same ranks anyhow, after backward."""
 
-    def take_along(self, numbers: Sequence[float]) -> Callable[[], list[float]]: ...
+    def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]: ...
 
 
-class Tally:
+class GlobalLoss:
     """The global sample count and loss of one forward pass. ``group=None``: this process is the whole job.
 
     count:  what this rank's loss averages over: rows, or targets that count
@@ -49,7 +49,7 @@ class Tally:
         rows: float,
         is_sum: bool,
         group: dist.ProcessGroup | None,
-        ride: TakesAlong | None = None,
+        ride: PiggybackSum | None = None,
     ) -> None:
         self.local = loss.detach()  #: this rank's own mean loss
         self.count, self.is_sum = count, is_sum
@@ -63,7 +63,7 @@ class Tally:
         if ride is not None and not isinstance(count, Tensor):
             mine = self.local.item() * (1.0 if is_sum else count) if count else 0.0
             packed = (mine, count // PACK, count % PACK, rows // PACK, rows % PACK)
-            self._answer = _unpacked(ride.take_along(packed))
+            self._answer = _unpacked(ride.piggyback(packed))
             return
         own = times_count(self.local.double(), count if not is_sum else float(rows > 0))
         answer = start_small_sum(_as_double([own, count, rows], loss.device), group, "loss and samples")
@@ -135,7 +135,7 @@ def _readable(count: Tensor | float) -> Tensor | float:
 
 
 @dataclass(frozen=True)
-class StagedLoss:
+class PipelineLocalLoss:
     """One rank's part of a pipeline's loss.
 
     total:     sum of the micro-batches' losses, each times what it counts for; zero before the last stage
@@ -152,7 +152,7 @@ class StagedLoss:
     is_sum: bool
 
 
-class StagedTally:
+class PipelineGlobalLoss:
     """The same for a pipeline, whose loss only its last stage knows, and only at the end.
 
     expected: what this rank's loss is likely to average over; all ranks are told of it ahead where that is asked for
@@ -194,7 +194,7 @@ class StagedTally:
         count, rows = self._expected()
         return _readable(count), _readable(rows)
 
-    def close(self, result: StagedLoss) -> None:
+    def close(self, result: PipelineLocalLoss) -> None:
         """Take what this rank knows of the loss when backward is over."""
         self.count, self.is_sum = result.count, result.is_sum
         is_mean = not self.is_sum and (isinstance(result.count, Tensor) or result.count)

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from echelon.base.errors import LossError, UsageError
-from echelon.observability.metrics.step_clock import Clock
-from echelon.optim.grad_scaler import Scaler
+from echelon.observability.metrics.step_clock import StepClock
+from echelon.optim.grad_scaler import LossScaler
 from echelon.parallel.clip import Census
 from echelon.parallel.data.dgc import SparseMomentum
-from echelon.parallel.data.global_loss import StagedTally, TakesAlong, Tally
+from echelon.parallel.data.global_loss import GlobalLoss, PiggybackSum, PipelineGlobalLoss
 from echelon.parallel.data.reducer import Passes, Reducer, once
 from echelon.parallel.loss.loss_reduction import Count
 from echelon.plan import Plan
 
 
-class Reduces(Protocol):
+class GradientReducer(Protocol):
     """What brings the gradients of one optimizer together."""
 
     def arm(self, compressing: bool = ..., passes: Passes = ...) -> None: ...
@@ -30,7 +30,7 @@ class Reduces(Protocol):
     def finish(self) -> None: ...
 
 
-class AddsUp(Protocol):
+class PartialGradientSum(Protocol):
     """What adds up gradients of one update that other ranks hold parts of, once they are reduced."""
 
     def add_up(self, optimizers: Collection[str]) -> None: ...
@@ -52,10 +52,10 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         held: Mapping[str, nn.Parameter],
         optimizers: Mapping[str, torch.optim.Optimizer],
-        reducers: Mapping[str, Reduces],
-        scaler: Scaler,
+        reducers: Mapping[str, GradientReducer],
+        scaler: LossScaler,
         census: Census,
-        sums: Sequence[AddsUp] = (),
+        sums: Sequence[PartialGradientSum] = (),
     ) -> None:
         self._plan, self._scaler, self._census, self._sums = plan, scaler, census, sums
         self._parameters, self._held, self._reducers = parameters, held, reducers
@@ -81,7 +81,7 @@ class Gradients:
         self._own_samples: Count = 0.0  # and this rank alone
         self.weights: Tensor | float = 0.0  #: sum of what this rank's losses were multiplied by
         self._boost = 1.0  # beyond the loss scale, see ``_assume``
-        self._carrier: TakesAlong | None = None  # see ``ride``
+        self._carrier: PiggybackSum | None = None  # see ``ride``
         self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
         self._stale = True  # those of a finished update stay readable until the next backward begins
 
@@ -114,8 +114,8 @@ class Gradients:
     def add(
         self,
         backward: Callable[[], None],
-        tally: Tally | StagedTally,
-        clock: Clock,
+        tally: GlobalLoss | PipelineGlobalLoss,
+        clock: StepClock,
         step: int,
         passes: Passes = once,
     ) -> None:
@@ -147,7 +147,7 @@ class Gradients:
         if group is None or len(self._reducers) > 1 or self._plan.gradient_merge > 1:
             return
         for reducer in self._reducers.values():
-            self._carrier = reducer if isinstance(reducer, Reducer) and reducer.takes_along(group) else None
+            self._carrier = reducer if isinstance(reducer, Reducer) and reducer.can_piggyback(group) else None
 
     @property
     def counts_first(self) -> bool:
@@ -155,7 +155,7 @@ class Gradients:
         return self.assumed is None and not (self._plain or self._sum)
 
     @property
-    def ride(self) -> TakesAlong | None:
+    def ride(self) -> PiggybackSum | None:
         """What can take a step's loss along. Not where the number of samples must be known before backward."""
         return self._carrier if self.assumed is not None else None
 
@@ -168,7 +168,9 @@ class Gradients:
         self.clear()
         backward_of(loss, self._scaler.scale * (weight if self._together and not self._sum else 1.0))
 
-    def reduce(self, optimizers: Iterable[str], samples: Count, tally: Tally, step: int, weighed: bool = False) -> None:
+    def reduce(
+        self, optimizers: Iterable[str], samples: Count, tally: GlobalLoss, step: int, weighed: bool = False
+    ) -> None:
         """Reduce what ``add_local`` gathered, this rank counting as ``samples``; ``weighed`` there, or not yet."""
         self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
         self.merged_rows = tally.rows
@@ -232,7 +234,7 @@ class Gradients:
             grad = read().to(parameter.device)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _assume(self, tally: Tally | StagedTally) -> None:
+    def _assume(self, tally: GlobalLoss | PipelineGlobalLoss) -> None:
         """Settle what the weights of this pass are parts of: the samples of the previous update.
 
         Waiting here for the true number would hold a quick rank's backward until the slowest has done its forward
@@ -242,7 +244,7 @@ class Gradients:
         would be as much smaller as there are batches in it, and vanish in fp16. So that factor is taken along.
         """
         passes = self._plan.gradient_merge
-        if isinstance(tally, Tally) and tally.is_sum and not self._sum:
+        if isinstance(tally, GlobalLoss) and tally.is_sum and not self._sum:
             self._sum = self._adds_passes = True
         if self._scaler.active and not self._plain:
             self._boost = float(passes * (self._plan.replicas if self._together and not self._sum else 1))
@@ -274,9 +276,9 @@ class Gradients:
         """Return the weight of a loss that is a sum over samples."""
         return self._scaler.scale * self._boost
 
-    def _note(self, tally: Tally | StagedTally) -> None:
+    def _note(self, tally: GlobalLoss | PipelineGlobalLoss) -> None:
         """Add up what is known of a pass when its backward is over."""
-        if isinstance(tally, StagedTally) and self._may_be_sum:
+        if isinstance(tally, PipelineGlobalLoss) and self._may_be_sum:
             self._may_be_sum = False
             self._sum = self._adds_passes = tally.adds_up
         self._own_samples = self._own_samples + tally.count

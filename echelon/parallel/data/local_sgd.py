@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import start_small_sum
 from echelon.distributed.replicas import average, average_buffers
-from echelon.optim.grad_scaler import Scaler
-from echelon.parallel.data.weight_delta import Drift
+from echelon.optim.grad_scaler import LossScaler
+from echelon.parallel.data.weight_delta import WeightDelta
 from echelon.plan import Plan
 from echelon.strategy import AdaptiveLocalSgd, LocalSgd, Outer
 
 
-class LocalSteps:
+class LocalSgdAverager:
     """Counts the steps that ranks take alone and brings the replicas together when it is time."""
 
     def __init__(
@@ -34,7 +34,7 @@ class LocalSteps:
         plan: Plan,
         model: nn.Module,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        scaler: Scaler,
+        scaler: LossScaler,
         group: dist.ProcessGroup,
     ) -> None:
         assert plan.local is not None
@@ -44,7 +44,7 @@ class LocalSteps:
         self._ranks, self._device = dist.get_world_size(group), next(model.parameters()).device
         named = dict(model.named_parameters())
         self._drifts = [
-            Drift(bucket.parameters, [named[name] for name in bucket.parameters], plan.wire, group, number)
+            WeightDelta(bucket.parameters, [named[name] for name in bucket.parameters], plan.wire, group, number)
             for number, bucket in enumerate(plan.buckets)
         ]
         self._velocities = [drift.empty() for drift in self._drifts] if self._outer else []

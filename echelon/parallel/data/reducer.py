@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import span, waiting
-from echelon.parallel.data.all_reduce import Sum, sum_over
+from echelon.parallel.data.all_reduce import AllReduce, sum_over
 from echelon.parallel.data.sparse_gradients import reduce_sparse
 from echelon.plan import Bucket, Plan
 
@@ -91,13 +91,13 @@ class Reducer:
         for bucket in self._buckets:
             bucket.reset(passes)
 
-    def takes_along(self, group: dist.ProcessGroup) -> bool:
+    def can_piggyback(self, group: dist.ProcessGroup) -> bool:
         """Whether numbers can be summed over ``group`` beside the gradients."""
-        return bool(self._buckets) and self._buckets[-1].takes_along(group)
+        return bool(self._buckets) and self._buckets[-1].can_piggyback(group)
 
-    def take_along(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+    def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Send ``SEATS`` numbers with the gradients; what is returned gives their sums, once ``finish`` is done."""
-        return self._buckets[-1].take_along(numbers)
+        return self._buckets[-1].piggyback(numbers)
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
@@ -156,7 +156,7 @@ class _Bucket:
         inside = within if bucket.compressed else None
         self._sum_within = sum_over(self._row, None, inside, 0, *said) if inside else None
         self._on_complete: Callable[[], None] = lambda: None
-        self._under_way: Sum | None = None
+        self._under_way: AllReduce | None = None
         self._missing: list[int] = []
         self._waiting: dict[int, int] = {}  # passes to come, by parameter
 
@@ -249,11 +249,11 @@ class _Bucket:
                 if not used[i]:
                     self.parameters[i].grad = None
 
-    def takes_along(self, group: dist.ProcessGroup) -> bool:
+    def can_piggyback(self, group: dist.ProcessGroup) -> bool:
         ours, asked = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
         return bool(self._seats) and set(ours) == set(asked)
 
-    def take_along(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+    def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         assert self._behind is not None
         assert self._front is not None
         self._front[-self._seats :] = numbers

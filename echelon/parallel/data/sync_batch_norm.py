@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from echelon.base.lazy_dynamo import untraced
+from echelon.base.lazy_dynamo import hide_from_dynamo
 from echelon.parallel.data.batch_norm import batch_norm_over
 from echelon.plan.batch_norms import BatchNorm
 
@@ -27,7 +27,7 @@ _PLAIN = "_class_without_sharing"
 
 
 @dataclass
-class Sharing:
+class BatchNormSync:
     """One layer's part in statistics over replicas.
 
     name:   the layer's name in the model
@@ -43,7 +43,7 @@ class Sharing:
     def __post_init__(self) -> None:
         self._attend = None if self.attend is None else functools.partial(self.attend, self.name)
 
-    @untraced
+    @hide_from_dynamo
     def batch_norm(
         self,
         input: Tensor,
@@ -79,8 +79,8 @@ def synchronize(
     for name in names:
         module = modules[name]
         kind = type(module)
-        base = _Shared if kind.forward in _TORCHS_OWN else _SharedInside
-        fields = {"sharing": Sharing(name, group, attend, remark), _PLAIN: kind}
+        base = _SyncedBatchNorm if kind.forward in _TORCHS_OWN else _SyncedModule
+        fields = {"sharing": BatchNormSync(name, group, attend, remark), _PLAIN: kind}
         module.__class__ = type(f"Synchronized{kind.__name__}", (base, kind), fields)
 
 
@@ -107,10 +107,10 @@ class _LocalStatistics(nn.SyncBatchNorm):
 _TORCHS_OWN = (BatchNorm.forward, _LocalStatistics.forward, nn.SyncBatchNorm.forward)
 
 
-class _Shared(BatchNorm):
+class _SyncedBatchNorm(BatchNorm):
     """A batch norm with torch's own forward."""
 
-    sharing: Sharing
+    sharing: BatchNormSync
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and self.track_running_stats:
@@ -126,22 +126,22 @@ class _Shared(BatchNorm):
         return self.sharing.batch_norm(x, *running, self.weight, self.bias, True, momentum, self.eps)
 
 
-class _SharedInside(nn.Module):
+class _SyncedModule(nn.Module):
     """A layer with a forward of another kind, in which batch norm is shared."""
 
-    sharing: Sharing
+    sharing: BatchNormSync
 
-    @untraced
+    @hide_from_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or self.sharing.remark is None:
-            with _Intercepted(self.sharing):
+            with _BatchNormInterceptor(self.sharing):
                 return super().forward(*args, **kwargs)
         return self._first_forward(*args, **kwargs)
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward, and say what in it is not as in one process."""
         before = _running_statistics(self)
-        with _Intercepted(self.sharing) as calls:
+        with _BatchNormInterceptor(self.sharing) as calls:
             result = super().forward(*args, **kwargs)
         where = f"batch norm: '{self.sharing.name}' ({getattr(type(self), _PLAIN).__name__})"
         rows = next((leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor) and leaf.dim()), 0)
@@ -162,10 +162,10 @@ def _running_statistics(module: nn.Module) -> list[Tensor]:
     return [value.clone() for value in module._buffers.values() if value is not None]
 
 
-class _Intercepted(TorchFunctionMode):
+class _BatchNormInterceptor(TorchFunctionMode):
     """Within it, calls of batch norm share their statistics; ``rows`` are those of their inputs."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: BatchNormSync) -> None:
         super().__init__()
         self._sharing = sharing
         self.rows: list[int] = []

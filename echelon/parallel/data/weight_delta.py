@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.activity import span
-from echelon.distributed.replicas import flatten, scatter
+from echelon.distributed.replicas import flatten, unflatten_into
 from echelon.parallel.data.all_reduce import sum_over
 
 
-class Drift:
+class WeightDelta:
     """The parameters as they were, and a row in which their change travels: two copies of them, made once."""
 
     def __init__(
@@ -51,12 +51,12 @@ class Drift:
     @torch.no_grad()
     def go_on(self, change: Tensor) -> None:
         """From the snapshot less ``change``: that is the next snapshot, and the parameters."""
-        scatter(self._snapshot.sub_(change), self._parameters)
+        unflatten_into(self._snapshot.sub_(change), self._parameters)
 
     @torch.no_grad()
     def show(self, change: Tensor) -> None:
         """Let the parameters be the snapshot less ``change``, and keep the snapshot."""
-        scatter(self._snapshot - change, self._parameters)
+        unflatten_into(self._snapshot - change, self._parameters)
 
     @torch.no_grad()
     def begin_here(self) -> None:
@@ -79,7 +79,7 @@ class Drift:
 
     @torch.no_grad()
     def put_back(self, copied: Tensor) -> None:
-        scatter(copied, self._parameters)
+        unflatten_into(copied, self._parameters)
 
     def _views(self, row: Tensor) -> list[Tensor]:
         pieces = torch.split(row, [p.numel() for p in self._parameters])

@@ -20,7 +20,7 @@ from echelon.nn.expert_gate import capacity
 
 
 @dataclass(frozen=True)
-class Headcount:
+class ExpertCounts:
     """lengths: [ranks, top, experts] on the host; tokens: of every rank; me: this rank's place among them."""
 
     lengths: Tensor
@@ -52,17 +52,17 @@ class Headcount:
         return self.lengths[:, 0].sum(0).double() / max(sum(self.tokens), 1)
 
 
-def count_heads(
+def count_expert_tokens(
     lengths: Tensor, tokens: int, factor: float, everyone: dist.ProcessGroup | None, *, me: int
-) -> Headcount:
+) -> ExpertCounts:
     """Every rank's queue lengths, [top, experts], and number of tokens. Reading them waits for a GPU, once a layer."""
     message = torch.cat([lengths.flatten(), lengths.new_tensor([tokens])])
     rows = (message[None] if everyone is None else all_gather(message, everyone)).cpu()
-    return Headcount(rows[:, :-1].view(-1, *lengths.shape), tuple(rows[:, -1].tolist()), me, factor)
+    return ExpertCounts(rows[:, :-1].view(-1, *lengths.shape), tuple(rows[:, -1].tolist()), me, factor)
 
 
 @dataclass(frozen=True)
-class Journey:
+class ExpertDispatch:
     """Rows from this rank to each of the axis and from each to this one; where those land, in buffers of ``width``."""
 
     sent: tuple[int, ...]
@@ -71,7 +71,7 @@ class Journey:
     width: int
 
 
-def plan_journey(kept: Tensor, me: int, owned: list[Range]) -> Journey:
+def plan_dispatch(kept: Tensor, me: int, owned: list[Range]) -> ExpertDispatch:
     """From what the ranks of the axis keep, [ranks, top, experts]; rank i has the experts of ``owned[i]``.
 
     Rows leave in order of expert, then choice, then token: so they come as (rank, expert, choice).
@@ -86,4 +86,4 @@ def plan_journey(kept: Tensor, me: int, owned: list[Range]) -> Journey:
     came_before = counts.cumsum(0) - counts
     total = int(counts.sum())
     slots = (begins - came_before).repeat_interleave(counts, output_size=total) + torch.arange(total)
-    return Journey(sent, tuple(mine.sum((1, 2)).tolist()), slots, width)
+    return ExpertDispatch(sent, tuple(mine.sum((1, 2)).tolist()), slots, width)

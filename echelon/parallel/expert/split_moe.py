@@ -28,30 +28,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.tensor_layout import Layout, Range
-from echelon.nn.expert_gate import Choice, Queues, balance, queue
+from echelon.nn.expert_gate import ExpertQueues, TokenRouting, balance, queue
 from echelon.nn.moe import MoE
 from echelon.parallel.data import batch_norm
-from echelon.parallel.expert.expert_counts import Headcount, Journey, count_heads, plan_journey
-from echelon.parallel.tensor.mappings import gathered, leave_by_sum, lower, move, sliced
-from echelon.parallel.tensor.rng import own_chance
+from echelon.parallel.expert.expert_counts import ExpertCounts, ExpertDispatch, count_expert_tokens, plan_dispatch
+from echelon.parallel.tensor.mappings import gather_from_split, lower, move, reduce_from_split, scatter_to_split
+from echelon.parallel.tensor.rng import rank_local_rng
 from echelon.parallel.tensor.sharded_activation import whole
 from echelon.parallel.tensor.split_axis import SplitAxis
-from echelon.parallel.tensor.split_collectives import swap, total
-from echelon.parallel.tensor.split_spec import Piece, Refused, ranges_of, require_gather
+from echelon.parallel.tensor.split_collectives import split_all_reduce, split_all_to_all
+from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, ranges_of, require_gather
 from echelon.strategy.annotations.marks import Split
 
 STACKED = ("w1", "b1", "w2", "b2")
 
 
-def moe_pieces(module: MoE, mark: Split, axis: SplitAxis) -> list[Piece]:
+def moe_pieces(module: MoE, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     if mark.how != "auto":
-        raise Refused(f"has split(how={mark.how!r}), but a mixture of experts is split by experts; leave how out")
+        raise UnsplittableError(
+            f"has split(how={mark.how!r}), but a mixture of experts is split by experts; leave how out"
+        )
     if mark.sequence:
-        raise Refused("has split(sequence=True), but a mixture of experts has no layers to cut it for; leave it out")
+        raise UnsplittableError(
+            "has split(sequence=True), but a mixture of experts has no layers to cut it for; leave it out"
+        )
     require_gather(mark, "a mixture of experts")
     owned = ranges_of(module.experts, mark, axis)
     facts = {"axis": axis, "everyone": axis.group, "owned": owned}
-    return [Piece(module, SplitMoE, facts, {name: {0: (owned[axis.rank],)} for name in STACKED})]
+    return [SplitSpec(module, SplitMoE, facts, {name: {0: (owned[axis.rank],)} for name in STACKED})]
 
 
 def split_moe(module: MoE, axis: SplitAxis, mark: Split | None = None) -> dict[str, Layout]:
@@ -89,45 +93,45 @@ class SplitMoE(MoE):
         if self.axis.spread or self.axis.size == 1:
             return self._route(tokens, self.gate.weight)
         sizes = self.axis.sizes(len(tokens))
-        weight = move(self.gate.weight, Tensor.detach, partial(total, axis=self.axis))
-        mixed, uneven = self._route(sliced(tokens, 0, sizes, None, self.axis), weight)
-        return gathered(mixed, 0, sizes, None, self.axis), uneven
+        weight = move(self.gate.weight, Tensor.detach, partial(split_all_reduce, axis=self.axis))
+        mixed, uneven = self._route(scatter_to_split(tokens, 0, sizes, None, self.axis), weight)
+        return gather_from_split(mixed, 0, sizes, None, self.axis), uneven
 
     def _route(self, tokens: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        with own_chance(self.axis, tokens.device, wanted=self.training and (self.noise > 0 or self.random_second)):
+        with rank_local_rng(self.axis, tokens.device, wanted=self.training and (self.noise > 0 or self.random_second)):
             choice = self._choose(tokens, gate)
         counted = len(tokens)
         if batch_norm._idle:  # a stand-in for a batch: takes part, and counts for nothing
             counted, choice = (
                 0,
-                Choice(torch.full_like(choice.experts, self.experts), choice.weights, choice.probabilities),
+                TokenRouting(torch.full_like(choice.experts, self.experts), choice.weights, choice.probabilities),
             )
         queues = queue(choice.experts, self.experts)
-        heads = count_heads(queues.lengths, counted, self.capacity, self.everyone, me=_place(self.everyone))
+        heads = count_expert_tokens(queues.lengths, counted, self.capacity, self.everyone, me=_place(self.everyone))
         return self._travel(tokens, choice, queues, heads), self._unevenness(choice, heads, counted)
 
-    def _travel(self, tokens: Tensor, choice: Choice, queues: Queues, heads: Headcount) -> Tensor:
+    def _travel(self, tokens: Tensor, choice: TokenRouting, queues: ExpertQueues, heads: ExpertCounts) -> Tensor:
         left = heads.room_left[heads.me].to(tokens.device)
         left = torch.cat([left, left.new_zeros(len(left), 1)], 1)  # for tokens that go nowhere
         kept = queues.places < left.gather(1, choice.experts)
-        there = plan_journey(heads.kept[self._members()], self.axis.rank, self.owned)
+        there = plan_dispatch(heads.kept[self._members()], self.axis.rank, self.owned)
         order = torch.where(kept, choice.experts, self.experts).flatten().argsort(stable=True)[: sum(there.sent)]
         came = _exchange(lower(tokens).index_select(0, order % max(len(tokens), 1)), there, self.axis)
         back = _exchange(self._answers(came, there), there, self.axis, home=True)
         rows = back.new_zeros(kept.numel(), self.dim).index_copy_(0, order, back)
         return self._weigh(rows, kept, choice)
 
-    def _answers(self, came: Tensor, there: Journey) -> Tensor:
+    def _answers(self, came: Tensor, there: ExpertDispatch) -> Tensor:
         """What this rank's experts make of the rows that came, in the same order."""
         slots = there.slots.to(came.device)
         here = len(self.w1)
         buffer = came.new_zeros(here * there.width, self.dim).index_copy_(0, slots, came)
         return self._compute(buffer.view(here, there.width, self.dim)).flatten(0, 1).index_select(0, slots)
 
-    def _unevenness(self, choice: Choice, heads: Headcount, counted: int) -> Tensor:
+    def _unevenness(self, choice: TokenRouting, heads: ExpertCounts, counted: int) -> Tensor:
         sums = choice.probabilities.sum(0) if counted else choice.probabilities.sum(0) * 0
         if not self.axis.spread and self.axis.size > 1:
-            sums = leave_by_sum(sums, None, self.axis)
+            sums = reduce_from_split(sums, None, self.axis)
             counted = sum(heads.tokens[i] for i in self._members())
         return balance(heads.fractions.to(sums), sums / max(counted, 1))
 
@@ -143,9 +147,9 @@ def _place(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def _exchange(rows: Tensor, there: Journey, axis: SplitAxis, home: bool = False) -> Tensor:
+def _exchange(rows: Tensor, there: ExpertDispatch, axis: SplitAxis, home: bool = False) -> Tensor:
     """Rows to the ranks of their experts, or back home."""
     sent, came = (there.came, there.sent) if home else (there.sent, there.came)
-    forth = partial(swap, cut=0, cut_sizes=sent, join=0, join_sizes=came, axis=axis)
-    back = partial(swap, cut=0, cut_sizes=came, join=0, join_sizes=sent, axis=axis)
+    forth = partial(split_all_to_all, cut=0, cut_sizes=sent, join=0, join_sizes=came, axis=axis)
+    back = partial(split_all_to_all, cut=0, cut_sizes=came, join=0, join_sizes=sent, axis=axis)
     return move(rows, forth, back)

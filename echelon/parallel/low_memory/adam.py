@@ -15,14 +15,14 @@ from echelon.optim.from_torch import require_plain
 from echelon.optim.fused import has_triton
 from echelon.optim.shared_groups import SharingOptimizer, share_groups
 from echelon.parallel.low_memory import formats, state_placement
-from echelon.parallel.low_memory.formats import BLOCK, Rule, State, seed_of
-from echelon.parallel.low_memory.host_ring import PIECE, Piece, Ring
+from echelon.parallel.low_memory.formats import BLOCK, AdamStepScalars, LowMemoryState, seed_of
+from echelon.parallel.low_memory.host_ring import PIECE, HostStateRing, StateChunk
 from echelon.strategy import Lean
 
 FIELDS = ("remainder", "first", "second", "first_scale", "second_scale")
 
 
-class Holds(Protocol):
+class StateCopies(Protocol):
     """Copies of the state that are being made."""
 
     def hold(self) -> None:
@@ -30,13 +30,13 @@ class Holds(Protocol):
 
 
 @dataclass(eq=False)
-class Entry:
+class LowMemoryParam:
     """One parameter. ``kept``: what the optimizer's state has of it, and so what a checkpoint does."""
 
     name: str
     parameter: nn.Parameter
     group: dict[str, Any]
-    pieces: list[Piece]
+    pieces: list[StateChunk]
     kept: dict[str, Any]
 
     def flat(self, tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Entry:
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
-class LeanAdam(SharingOptimizer):
+class LowMemoryAdam(SharingOptimizer):
     """Weights become bf16 here, each where it is, one after the other; ``apply`` takes the steps."""
 
     reads_later = True  #: stored state comes as functions that read it: there is no room for all of it twice
@@ -57,14 +57,14 @@ class LeanAdam(SharingOptimizer):
         super().__init__([{**group} for group in source.param_groups], dict(source.defaults))
         share_groups(self, source)
         self.factor: Callable[[], float] = lambda: 1.0  #: what rates are multiplied by
-        self.copies: Callable[[], Holds | None] = lambda: None  #: what may still be reading the state
+        self.copies: Callable[[], StateCopies | None] = lambda: None  #: what may still be reading the state
         names = {id(parameter): name for name, parameter in named.items()}
         members = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         exact = [_as_bf16(names[id(parameter)], parameter) for parameter, _ in members]
         device = members[0][0].device if members else torch.device("cpu")
         self.places = state_placement.choose([parameter.numel() for parameter, _ in members], settings, device)
         states = self._make_states([parameter for parameter, _ in members])
-        self.entries: list[Entry] = []
+        self.entries: list[LowMemoryParam] = []
         count = 0
         for (parameter, group), state, away, remainder in zip(members, states, self.places.on_host, exact, strict=True):
             if remainder is not None:
@@ -72,15 +72,15 @@ class LeanAdam(SharingOptimizer):
             kept = self._state[parameter] = {"step": 0, **dict(zip(FIELDS, state.tensors(), strict=True))}
             pieces = _cut(state, parameter.numel(), count, away)
             count += len(pieces)
-            self.entries.append(Entry(names[id(parameter)], parameter, group, pieces, kept))
+            self.entries.append(LowMemoryParam(names[id(parameter)], parameter, group, pieces, kept))
         longest = max((piece.end - piece.begin for piece in self._pieces() if piece.on_host), default=0)
-        self._ring = Ring(device, longest) if longest else None
+        self._ring = HostStateRing(device, longest) if longest else None
         self._update = _kernel() if device.type == "cuda" and has_triton() else formats.update
 
-    def _pieces(self) -> Iterable[Piece]:
+    def _pieces(self) -> Iterable[StateChunk]:
         return (piece for entry in self.entries for piece in entry.pieces)
 
-    def _make_states(self, weights: list[nn.Parameter]) -> list[State]:
+    def _make_states(self, weights: list[nn.Parameter]) -> list[LowMemoryState]:
         away = [weight for weight, there in zip(weights, self.places.on_host, strict=True) if there]
         far = iter(state_placement.on_host(away, self) if away else ())
         paired = zip(weights, self.places.on_host, strict=True)
@@ -103,7 +103,7 @@ class LeanAdam(SharingOptimizer):
         """Whether host memory holds so much that it must not be copied there."""
         return self.places.host_bytes > 0
 
-    def begin(self, entries: Iterable[Entry]) -> None:
+    def begin(self, entries: Iterable[LowMemoryParam]) -> None:
         """A step begins. Its gradients will come in this order, if nothing has changed."""
         if (copies := self.copies()) is not None:
             copies.hold()
@@ -111,7 +111,7 @@ class LeanAdam(SharingOptimizer):
             self._ring.expect(piece for entry in entries for piece in entry.pieces if piece.on_host)
 
     @torch.no_grad()
-    def apply(self, entry: Entry, grad: Tensor) -> None:
+    def apply(self, entry: LowMemoryParam, grad: Tensor) -> None:
         """One parameter's step, on the current stream. What backward has kept of it may not be used any more."""
         entry.kept["step"] += 1
         rule, weight, flat = self._rule(entry), entry.flat(entry.parameter.data), entry.flat(grad)
@@ -127,16 +127,16 @@ class LeanAdam(SharingOptimizer):
         torch.autograd.graph.increment_version(entry.parameter)  # so that autograd refuses what needs the old one
 
     @torch.no_grad()
-    def exact_weight(self, entry: Entry) -> Tensor:
+    def exact_weight(self, entry: LowMemoryParam) -> Tensor:
         """Return the fp32 weight of an entry whose remainder lies on the device."""
-        return formats.rejoined(entry.parameter.data, entry.kept["remainder"])
+        return formats.join_fp32(entry.parameter.data, entry.kept["remainder"])
 
-    def _rule(self, entry: Entry) -> Rule:
+    def _rule(self, entry: LowMemoryParam) -> AdamStepScalars:
         group, step = entry.group, entry.kept["step"]
         rate, decay = float(group["lr"]) * self.factor(), group["weight_decay"]
         beta1, beta2 = map(float, group["betas"])
         decoupled = group.get("decoupled_weight_decay", False)
-        return Rule(
+        return AdamStepScalars(
             betas=(beta1, beta2),
             rests=(1 - beta1, 1 - beta2),
             eps=group["eps"],
@@ -172,19 +172,21 @@ class LeanAdam(SharingOptimizer):
 
 
 def attend(
-    optimizers: Mapping[str, torch.optim.Optimizer], factor: Callable[[], float], copies: Callable[[], Holds | None]
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    factor: Callable[[], float],
+    copies: Callable[[], StateCopies | None],
 ) -> list[str]:
     """Have them ask for what an engine knows; a line on each."""
-    lean = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LeanAdam)}
+    lean = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LowMemoryAdam)}
     for optimizer in lean.values():
         optimizer.factor, optimizer.copies = factor, copies
     return [f"lean: {o.places}{f' (optimizer {key})' if len(lean) > 1 else ''}" for key, o in lean.items()]
 
 
 def _kernel() -> Callable[..., None]:
-    from echelon.parallel.low_memory import kernel
+    from echelon.parallel.low_memory import adam_kernel
 
-    return kernel.update
+    return adam_kernel.update
 
 
 @torch.no_grad()
@@ -197,17 +199,17 @@ def _as_bf16(name: str, parameter: nn.Parameter) -> Tensor | None:
     parameter.grad = None
     if parameter.dtype == torch.bfloat16:
         return None
-    parameter.data, remainder = formats.rounded(parameter.data)
+    parameter.data, remainder = formats.split_fp32(parameter.data)
     return remainder
 
 
-def _cut(state: State, entries: int, first: int, on_host: bool) -> list[Piece]:
+def _cut(state: LowMemoryState, entries: int, first: int, on_host: bool) -> list[StateChunk]:
     remainder, first_codes, second_codes = (kept.as_strided((entries,), (1,)) for kept in state.tensors()[:3])
     pieces = []
     for number, begin in enumerate(range(0, entries, PIECE), start=first):
         end = min(begin + PIECE, entries)
         blocks = slice(begin // BLOCK, -(-end // BLOCK))
         codes = remainder[begin:end], first_codes[begin:end], second_codes[begin:end]
-        part = State(*codes, state.first_scale[blocks], state.second_scale[blocks])
-        pieces.append(Piece(number, begin, end, part, on_host))
+        part = LowMemoryState(*codes, state.first_scale[blocks], state.second_scale[blocks])
+        pieces.append(StateChunk(number, begin, end, part, on_host))
     return pieces

@@ -17,28 +17,28 @@ from torch import Tensor
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import waiting
 from echelon.parallel.data.reducer import Passes, once
-from echelon.parallel.low_memory.adam import Entry, LeanAdam
+from echelon.parallel.low_memory.adam import LowMemoryAdam, LowMemoryParam
 from echelon.plan import Plan
 
 UNDER_WAY = 2  # sums that are not waited for yet
 
 
-class UpdatesInBackward:
+class OptimizerInBackward:
     """Takes the place of a reducer and of the optimizer's step.
 
     order:   the parameters' names in the order in which replicas sum their gradients
     carrier: the replicas; None where there is one
     """
 
-    def __init__(self, optimizer: LeanAdam, order: Sequence[str], carrier: dist.ProcessGroup | None) -> None:
+    def __init__(self, optimizer: LowMemoryAdam, order: Sequence[str], carrier: dist.ProcessGroup | None) -> None:
         self._optimizer, self._carrier = optimizer, carrier
         by_name = {entry.name: entry for entry in optimizer.entries}
         self._entries = [by_name[name] for name in order]
         self._came_in = self._entries  # the order of the last backward
         self._armed = False
-        self._waiting: dict[Entry, None] = {}  # in order, without a gradient yet
-        self._unsent: deque[Entry] = deque()
-        self._sums: deque[_Sum] = deque()
+        self._waiting: dict[LowMemoryParam, None] = {}  # in order, without a gradient yet
+        self._unsent: deque[LowMemoryParam] = deque()
+        self._sums: deque[_GradientSum] = deque()
         for entry in self._entries:
             entry.parameter.register_post_accumulate_grad_hook(_hook(self, entry))  # type: ignore[no-untyped-call]
 
@@ -49,7 +49,7 @@ class UpdatesInBackward:
         self._optimizer.begin(self._came_in)
         self._came_in = []
 
-    def arrived(self, entry: Entry) -> None:
+    def arrived(self, entry: LowMemoryParam) -> None:
         """Backward has made this gradient."""
         if not self._armed:
             return
@@ -79,14 +79,14 @@ class UpdatesInBackward:
         came = set(self._came_in)
         self._came_in += [entry for entry in self._entries if entry not in came]
 
-    def _apply(self, entry: Entry) -> None:
+    def _apply(self, entry: LowMemoryParam) -> None:
         grad, entry.parameter.grad = entry.parameter.grad, None
         if grad is not None:
             self._optimizer.apply(entry, grad)
 
     def _send_complete(self, carrier: dist.ProcessGroup) -> None:
         while self._unsent and self._unsent[0] not in self._waiting:
-            self._sums.append(_Sum(self._unsent.popleft(), carrier))
+            self._sums.append(_GradientSum(self._unsent.popleft(), carrier))
             while len(self._sums) > UNDER_WAY:
                 self._apply_sum()
 
@@ -97,10 +97,10 @@ class UpdatesInBackward:
             self._optimizer.apply(found.entry, grad)
 
 
-class _Sum:
+class _GradientSum:
     """One gradient, on its way. Behind it travels a flag, "I used it": what nobody used is left alone."""
 
-    def __init__(self, entry: Entry, carrier: dist.ProcessGroup) -> None:
+    def __init__(self, entry: LowMemoryParam, carrier: dist.ProcessGroup) -> None:
         self.entry, self._carrier = entry, carrier
         parameter = entry.parameter
         grad, parameter.grad = parameter.grad, None
@@ -120,7 +120,7 @@ class _Sum:
         return self._row[:-1].as_strided(self.entry.parameter.shape, self.entry.parameter.stride())
 
 
-def _hook(updates: UpdatesInBackward, entry: Entry) -> Callable[[Tensor], None]:
+def _hook(updates: OptimizerInBackward, entry: LowMemoryParam) -> Callable[[Tensor], None]:
     """Weakly, as in parallel/data/reducer.py: torch would keep both alive for ever."""
     found, which = weakref.ref(updates), weakref.ref(entry)
 
@@ -134,11 +134,11 @@ def _hook(updates: UpdatesInBackward, entry: Entry) -> Callable[[Tensor], None]:
 
 def updates_in_backward(
     plan: Plan, key: str, optimizer: torch.optim.Optimizer, carrier: dist.ProcessGroup | None
-) -> UpdatesInBackward:
+) -> OptimizerInBackward:
     """For the plan's buckets of one optimizer, in their order."""
-    assert isinstance(optimizer, LeanAdam)
+    assert isinstance(optimizer, LowMemoryAdam)
     mine = [bucket for bucket in plan.buckets if bucket.optimizer == key]
     sparse = next((bucket.parameters[0] for bucket in mine if bucket.sparse), None)
     if sparse is not None:
         raise UsageError(f"lean: '{sparse}' has a sparse gradient; build its embedding with sparse=False")
-    return UpdatesInBackward(optimizer, [name for bucket in mine for name in bucket.parameters], carrier)
+    return OptimizerInBackward(optimizer, [name for bucket in mine for name in bucket.parameters], carrier)

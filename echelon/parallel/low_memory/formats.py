@@ -28,7 +28,7 @@ AT_ONCE = 1 << 20  # entries that a CPU goes over at a time, so that what it com
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdamStepScalars:
     """One step of Adam or AdamW, in the numbers that are the same for all entries.
 
     rests:   1 - beta, computed in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit
@@ -48,7 +48,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class State:
+class LowMemoryState:
     """What is kept beside some weights: all of it, or a run of entries."""
 
     remainder: Tensor
@@ -61,14 +61,14 @@ class State:
         return self.remainder, self.first, self.second, self.first_scale, self.second_scale
 
 
-def rounded(exact: Tensor) -> tuple[Tensor, Tensor]:
+def split_fp32(exact: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 weights as bf16 and remainders."""
     bits = torch.where(exact == exact, exact, torch.nan).view(torch.int32)  # noqa: PLR0124 - one pattern for all NaN
     upper = (bits + 0x8000) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
-def rejoined(weight: Tensor, remainder: Tensor) -> Tensor:
+def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
     """The reverse."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
@@ -129,19 +129,21 @@ def _coded_second(values: Tensor, scale: Tensor, chance: Tensor) -> Tensor:
     return torch.where(values > 0, code.clamp(min=1), 0).to(torch.uint8)
 
 
-def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, seed: int) -> None:
+def update(weight: Tensor, grad: Tensor, state: LowMemoryState, rule: AdamStepScalars, seed: int) -> None:
     """One step for a run of entries, in place: the same numbers as the kernel, in plain torch. All are flat."""
     for start in range(0, weight.numel(), AT_ONCE):
         end = min(start + AT_ONCE, weight.numel())
         blocks = slice(start // BLOCK, -(-end // BLOCK))
         codes = state.remainder[start:end], state.first[start:end], state.second[start:end]
-        part = State(*codes, state.first_scale[blocks], state.second_scale[blocks])
+        part = LowMemoryState(*codes, state.first_scale[blocks], state.second_scale[blocks])
         by_chance = chances(seed, start, end - start, weight.device)
         _update(weight[start:end], grad[start:end].float(), part, rule, by_chance)
 
 
-def _update(weight: Tensor, grad: Tensor, state: State, rule: Rule, chance: tuple[Tensor, Tensor]) -> None:
-    exact = rejoined(weight, state.remainder)
+def _update(
+    weight: Tensor, grad: Tensor, state: LowMemoryState, rule: AdamStepScalars, chance: tuple[Tensor, Tensor]
+) -> None:
+    exact = join_fp32(weight, state.remainder)
     first, second = _blocks(state.first.float()), _blocks(state.second.float())
     first = first_level(first) * torch.where(first < 0, -1.0, 1.0) * state.first_scale[:, None]
     second = second_level(second) * state.second_scale[:, None]
@@ -149,7 +151,7 @@ def _update(weight: Tensor, grad: Tensor, state: State, rule: Rule, chance: tupl
     first = first * rule.betas[0] + grad * rule.rests[0]
     second = second * rule.betas[1] + grad * grad * rule.rests[1]
     change = first / (_root(second) * rule.inverse + rule.eps) * rule.stride
-    upper, remainder = rounded(exact * rule.shrink - change.flatten()[: exact.numel()])
+    upper, remainder = split_fp32(exact * rule.shrink - change.flatten()[: exact.numel()])
     weight.copy_(upper)
     state.remainder.copy_(remainder)
     state.first_scale.copy_(first.abs().amax(1))

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from echelon.parallel.low_memory.formats import BLOCK, State
+from echelon.parallel.low_memory.formats import BLOCK, LowMemoryState
 
 PIECE = 1 << 25  # entries that are updated at once: 135 MB of state
 SLOTS = 8  # places on the device for pieces from the host
 
 
 @dataclass(eq=False)
-class Piece:
+class StateChunk:
     """A run of entries of one parameter.
 
     number: of all pieces; chance goes by it
@@ -30,34 +30,34 @@ class Piece:
     number: int
     begin: int
     end: int
-    state: State
+    state: LowMemoryState
     on_host: bool
     left: torch.cuda.Event | None = None
 
 
 @dataclass(eq=False)
-class Slot:
+class RingSlot:
     """A place on the device for the state of one piece."""
 
-    state: State
+    state: LowMemoryState
     came: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     free: torch.cuda.Event | None = None  # when what it held has left
 
-    def holding(self, piece: Piece) -> State:
-        return State(*(place[: there.numel()] for place, there in _pairs(self.state, piece.state)))
+    def holding(self, piece: StateChunk) -> LowMemoryState:
+        return LowMemoryState(*(place[: there.numel()] for place, there in _pairs(self.state, piece.state)))
 
 
-class Ring:
+class HostStateRing:
     """The slots, in turn."""
 
     def __init__(self, device: torch.device, longest: int) -> None:
         self._device = device
         self._inward, self._outward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._free = deque(Slot(_empty(min(longest, PIECE), device)) for _ in range(SLOTS))
-        self._coming: deque[tuple[Piece, Slot]] = deque()
-        self._expected: deque[Piece] = deque()
+        self._free = deque(RingSlot(_empty(min(longest, PIECE), device)) for _ in range(SLOTS))
+        self._coming: deque[tuple[StateChunk, RingSlot]] = deque()
+        self._expected: deque[StateChunk] = deque()
 
-    def expect(self, pieces: Iterable[Piece]) -> None:
+    def expect(self, pieces: Iterable[StateChunk]) -> None:
         """These will be asked for, in this order; the first set out at once."""
         self.forget()
         self._expected = deque(pieces)
@@ -69,7 +69,7 @@ class Ring:
         while self._coming:
             self._free.append(self._coming.popleft()[1])
 
-    def take(self, piece: Piece) -> Slot:
+    def take(self, piece: StateChunk) -> RingSlot:
         """The slot with this piece's state, which the current stream may use from now on."""
         if not self._coming or self._coming[0][0] is not piece:
             self.forget()
@@ -78,7 +78,7 @@ class Ring:
         torch.cuda.current_stream(self._device).wait_event(slot.came)
         return slot
 
-    def give_back(self, piece: Piece, slot: Slot) -> None:
+    def give_back(self, piece: StateChunk, slot: RingSlot) -> None:
         """The current stream has changed it; it goes home."""
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outward):
@@ -96,7 +96,7 @@ class Ring:
         while self._expected and self._free:
             self._fetch(self._expected.popleft())
 
-    def _fetch(self, piece: Piece) -> None:
+    def _fetch(self, piece: StateChunk) -> None:
         slot = self._free.popleft()
         for before in (slot.free, piece.left):
             if before is not None:
@@ -108,12 +108,12 @@ class Ring:
         self._coming.append((piece, slot))
 
 
-def _pairs(one: State, other: State) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(one: LowMemoryState, other: LowMemoryState) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     return zip(one.tensors(), other.tensors(), strict=True)
 
 
-def _empty(entries: int, device: torch.device) -> State:
+def _empty(entries: int, device: torch.device) -> LowMemoryState:
     blocks = -(-entries // BLOCK)
     kinds = ((entries, torch.int16), (entries, torch.int8), (entries, torch.uint8))
     codes = [torch.empty(count, dtype=dtype, device=device) for count, dtype in kinds]
-    return State(*codes, *(torch.empty(blocks, device=device) for _ in range(2)))
+    return LowMemoryState(*codes, *(torch.empty(blocks, device=device) for _ in range(2)))

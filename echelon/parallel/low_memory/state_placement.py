@@ -15,7 +15,7 @@ from echelon.base.errors import UsageError
 from echelon.base.formatting import size
 from echelon.base.quantities import quantity
 from echelon.checkpoint.in_memory.snapshot_buffer import free_memory
-from echelon.parallel.low_memory.formats import BLOCK, State
+from echelon.parallel.low_memory.formats import BLOCK, LowMemoryState
 from echelon.strategy import Lean
 
 SMALL = 1 << 20  # entries under which moving a parameter's state costs more than it saves
@@ -36,7 +36,7 @@ def _bytes(entries: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Places:
+class StatePlacement:
     """By parameter, whether its state lies in host memory; and the bytes on either side."""
 
     on_host: tuple[bool, ...]
@@ -48,7 +48,7 @@ class Places:
         return f"{here}, {size(self.host_bytes)} in host memory" if self.host_bytes else here
 
 
-def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> Places:
+def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> StatePlacement:
     """For parameters of so many entries."""
     sizes = [state_bytes(each) for each in entries]
     movable = [each >= (1 if settings.state == "host" else SMALL) for each in entries]
@@ -60,7 +60,7 @@ def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> Plac
             f"lean: {size(there)} of remainders and moments do not fit the device and would go to host memory, which "
             f"has {size(max(0, free))} to spare; take a smaller model, or a smaller Lean(reserve=...)"
         )
-    return Places(tuple(away), sum(sizes) - there, there)
+    return StatePlacement(tuple(away), sum(sizes) - there, there)
 
 
 def spread(sizes: Sequence[int], movable: Sequence[bool], share: float) -> list[bool]:
@@ -85,13 +85,13 @@ def _share_on_host(total: int, movable: int, settings: Lean, device: torch.devic
     return min(1.0, max(0.0, (total - room) / movable))
 
 
-def on_device(like: Tensor) -> State:
+def on_device(like: Tensor) -> LowMemoryState:
     """Zeros beside these weights."""
     area = torch.zeros(state_bytes(like.numel()), dtype=torch.uint8, device=like.device)
     return _laid_out(area, like)
 
 
-def on_host(weights: Sequence[Tensor], owner: object) -> list[State]:
+def on_host(weights: Sequence[Tensor], owner: object) -> list[LowMemoryState]:
     """Zeros in host memory, one area for each of these weights; the device reaches them until ``owner`` is gone."""
     areas = [_untouched(state_bytes(each.numel())) for each in weights]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -123,11 +123,11 @@ def _let_go(addresses: list[int]) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-def _laid_out(area: Tensor, like: Tensor) -> State:
+def _laid_out(area: Tensor, like: Tensor) -> LowMemoryState:
     """The parts of an area; those with an entry for each weight have its shape and order in memory."""
     found, start = [], 0
     for nbytes, dtype in zip(_bytes(like.numel()), _DTYPES, strict=True):
         flat = area[start : start + nbytes].view(dtype)
         found.append(flat if dtype == torch.float32 else flat.as_strided(like.shape, like.stride()))
         start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return State(*found)
+    return LowMemoryState(*found)

@@ -13,7 +13,7 @@ from echelon.plan.simulate import Edge, simulate
 AHEAD = 2  # actions of which the messages are under way while another one runs
 
 
-class Transfer(NamedTuple):
+class StageTransfer(NamedTuple):
     """One tensor that stage ``source`` makes and stage ``target`` needs."""
 
     key: str
@@ -21,7 +21,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """Everything of one micro-batch on one edge: what ``source`` made for ``target``, or the gradients of that."""
 
     source: int
@@ -38,19 +38,19 @@ class Message(NamedTuple):
         return f"micro-batch {self.micro}, stage {ends[0]} to {ends[1]}"
 
 
-class Deed(NamedTuple):
+class ScheduledAction(NamedTuple):
     """An action of this rank: what it needs and makes, and what of others it or an action soon after it needs."""
 
     action: Action
-    needs: list[Message]
-    sends: list[Message]
-    soon: list[Message]
+    needs: list[StageMessage]
+    sends: list[StageMessage]
+    soon: list[StageMessage]
 
 
-class Route:
+class CommPlan:
     """What is sent and needed by one rank of the pipeline, ``place``."""
 
-    def __init__(self, schedule: Schedule, transfers: Sequence[Transfer], place: int) -> None:
+    def __init__(self, schedule: Schedule, transfers: Sequence[StageTransfer], place: int) -> None:
         self.place, self.ranks = place, len(schedule)
         self.stages = 1 + max((action.stage for actions in schedule for action in actions), default=0)
         self.keys = _keys_by_edge(transfers)
@@ -58,10 +58,10 @@ class Route:
         for source, target in sorted(self.keys):
             self._into[target].append((source, target))
             self._out_of[source].append((source, target))
-        self.sent_at: dict[Message, int] = {}  #: the place of the sending action in its rank's list
-        self.needed_at: dict[Message, int] = {}  #: and of the action that needs it, in its rank's
+        self.sent_at: dict[StageMessage, int] = {}  #: the place of the sending action in its rank's list
+        self.needed_at: dict[StageMessage, int] = {}  #: and of the action that needs it, in its rank's
         #: one order of all messages between ranks, the same on every rank; of what one rank sends, that of its actions
-        self.order: dict[Message, int] = {}
+        self.order: dict[StageMessage, int] = {}
         for actions in schedule:
             for at, action in enumerate(actions):
                 self.sent_at.update(dict.fromkeys(self.sends(action), at))
@@ -72,7 +72,7 @@ class Route:
         self.outgoing = [message for message in self.order if self.sender(message) == self.place]
         self.incoming = [message for message in self.order if self.receiver(message) == self.place]
 
-    def _deeds(self, actions: Sequence[Action]) -> list[Deed]:
+    def _deeds(self, actions: Sequence[Action]) -> list[ScheduledAction]:
         needs = [self.needs(action) for action in actions]
         remote = [[message for message in each if not self.is_local(message)] for each in needs]
         needing = [at for at, messages in enumerate(remote) if messages]
@@ -80,37 +80,41 @@ class Route:
         for at, action in enumerate(actions):
             soon = (at, *[index for index in needing if index > at][:AHEAD])
             messages = [message for index in soon for message in remote[index]]
-            found.append(Deed(action, needs[at], self.sends(action), messages))
+            found.append(ScheduledAction(action, needs[at], self.sends(action), messages))
         return found
 
-    def sends(self, action: Action) -> list[Message]:
+    def sends(self, action: Action) -> list[StageMessage]:
         """What ``action`` makes for other stages."""
         if action.kind == "F":
-            return [Message(*edge, action.micro, backward=False) for edge in self._out_of[action.stage]]
-        return [Message(*edge, action.micro, backward=True) for edge in self._into[action.stage] if action.kind != "W"]
-
-    def needs(self, action: Action) -> list[Message]:
-        """What other stages make for ``action``, in a fixed order."""
-        if action.kind == "F":
-            return [Message(*edge, action.micro, backward=False) for edge in self._into[action.stage]]
+            return [StageMessage(*edge, action.micro, backward=False) for edge in self._out_of[action.stage]]
         return [
-            Message(*edge, action.micro, backward=True) for edge in self._out_of[action.stage] if action.kind != "W"
+            StageMessage(*edge, action.micro, backward=True) for edge in self._into[action.stage] if action.kind != "W"
         ]
 
-    def sender(self, message: Message) -> int:
+    def needs(self, action: Action) -> list[StageMessage]:
+        """What other stages make for ``action``, in a fixed order."""
+        if action.kind == "F":
+            return [StageMessage(*edge, action.micro, backward=False) for edge in self._into[action.stage]]
+        return [
+            StageMessage(*edge, action.micro, backward=True)
+            for edge in self._out_of[action.stage]
+            if action.kind != "W"
+        ]
+
+    def sender(self, message: StageMessage) -> int:
         return (message.target if message.backward else message.source) % self.ranks
 
-    def receiver(self, message: Message) -> int:
+    def receiver(self, message: StageMessage) -> int:
         return (message.source if message.backward else message.target) % self.ranks
 
-    def is_local(self, message: Message) -> bool:
+    def is_local(self, message: StageMessage) -> bool:
         return message.source % self.ranks == message.target % self.ranks
 
-    def tag(self, message: Message, *, header: bool) -> int:
+    def tag(self, message: StageMessage, *, header: bool) -> int:
         micro_and_edge = (message.micro * self.stages + message.source) * self.stages + message.target
         return micro_and_edge * 4 + 2 * message.backward + header
 
-    def _in_order(self, schedule: Schedule) -> Iterator[Message]:
+    def _in_order(self, schedule: Schedule) -> Iterator[StageMessage]:
         """By the time they are ready when every action takes a while. A message comes after all it depends on, so
         ranks that take part in their messages in this order never wait for each other in a circle."""
         kinds: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -121,12 +125,12 @@ class Route:
 
 
 @functools.lru_cache(maxsize=16)
-def route(schedule: Schedule, transfers: tuple[Transfer, ...], place: int) -> Route:
+def route(schedule: Schedule, transfers: tuple[StageTransfer, ...], place: int) -> CommPlan:
     """The same in every step, so made once."""
-    return Route(schedule, transfers, place)
+    return CommPlan(schedule, transfers, place)
 
 
-def _keys_by_edge(transfers: Sequence[Transfer]) -> dict[Edge, tuple[str, ...]]:
+def _keys_by_edge(transfers: Sequence[StageTransfer]) -> dict[Edge, tuple[str, ...]]:
     keys: dict[Edge, dict[str, None]] = {}
     sources: dict[str, int] = {}
     for key, source, target in transfers:

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from echelon.plan.fake_forward import entered, placeholder
+from echelon.plan.fake_forward import as_module_output, placeholder
 
 MOST_KNOWN = 10_000  # answers, or placeholders; where lengths vary, there are many
 _PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
 _NOT_IN_PLACE = ("__invert__", "__int__", "__index__", "__iter__", "requires_grad_", "share_memory_", "detach_")
 
-_glue: ContextVar[Glue | None] = ContextVar("glue", default=None)
+_glue: ContextVar[InterStageCache | None] = ContextVar("glue", default=None)
 
 
-class Lent(FakeTensor):
+class CachedPlaceholder(FakeTensor):
     """A placeholder that is the same object in every step. Operations on it ask the glue of the pass."""
 
     @classmethod
@@ -42,7 +42,7 @@ class Lent(FakeTensor):
 def lend(made: Tensor) -> Tensor:
     """``made``, a placeholder, as one that will be lent again."""
     if type(made) is FakeTensor:
-        made.__class__ = Lent
+        made.__class__ = CachedPlaceholder
     return made
 
 
@@ -58,7 +58,7 @@ class _Answer(NamedTuple):
     result: Any
 
 
-class Glue:
+class InterStageCache:
     """The answers that the passes of one runner have found."""
 
     def __init__(self) -> None:
@@ -152,7 +152,11 @@ def _changes_its_first(function: Callable[..., Any], args: tuple[Any, ...]) -> b
     """Whether it changes a tensor in place, by its name: ``add_``, ``__iadd__``, ``__setitem__``."""
     name = getattr(function, "__name__", "")
     in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-    return bool(args) and type(args[0]) is Lent and (name == "__setitem__" or (in_place and name not in _NOT_IN_PLACE))
+    return (
+        bool(args)
+        and type(args[0]) is CachedPlaceholder
+        and (name == "__setitem__" or (in_place and name not in _NOT_IN_PLACE))
+    )
 
 
 def _seen_from_outside(tensor: Tensor) -> Hashable:
@@ -177,7 +181,7 @@ def _looks(value: Any, asked: list[Tensor]) -> Hashable:
 
 def _tensor_looks(value: Tensor, asked: list[Tensor]) -> Hashable:
     kind = type(value)
-    if kind is Lent or (kind is FakeTensor and isinstance(value, nn.Parameter)):
+    if kind is CachedPlaceholder or (kind is FakeTensor and isinstance(value, nn.Parameter)):
         asked.append(value)
         return id(value)
     if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
@@ -198,7 +202,7 @@ def _remade(result: Any) -> tuple[list[Tensor], Any] | None:
 
 
 def _remade_tensor(made: Any) -> Tensor | None:
-    if type(made) is Lent:  # handed back as it was
+    if type(made) is CachedPlaceholder:  # handed back as it was
         return made
     if type(made) is not FakeTensor or made.layout is not torch.strided or made.is_conj() or made.is_neg():
         return None
@@ -207,4 +211,4 @@ def _remade_tensor(made: Any) -> Tensor | None:
 
 def _like(tensor: Tensor) -> Tensor:
     made = placeholder(tensor)
-    return entered(made) if tensor.requires_grad else made
+    return as_module_output(made) if tensor.requires_grad else made

@@ -13,25 +13,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 from echelon.base.errors import DataError
 from echelon.distributed.tensor_layout import shares
 from echelon.nn.packed import holds_packed
-from echelon.parallel.data.batch_norm import idle
-from echelon.parallel.data.global_loss import StagedLoss
-from echelon.parallel.evaluate import Judged, evaluate_batch
+from echelon.parallel.data.batch_norm import stand_in_batch
+from echelon.parallel.data.global_loss import PipelineLocalLoss
+from echelon.parallel.evaluate import EvalOutput, evaluate_batch
 from echelon.parallel.loss.loss_reduction import Count, times_count
 from echelon.parallel.loss.loss_weights import EvaluationWeights, MicroBatchWeights
 from echelon.parallel.objective import Objective, count_samples
-from echelon.parallel.pipeline.schedule_loop import Transfer, run_schedule
-from echelon.parallel.pipeline.split_backward import WeightStore, deferring
+from echelon.parallel.pipeline.schedule_loop import StageTransfer, run_schedule
+from echelon.parallel.pipeline.split_backward import WeightGradStore, defer_weight_grads
 from echelon.parallel.pipeline.stage_runner import StageRunner
-from echelon.parallel.pipeline.transport import Links
+from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.schedule import Schedule, forward_only, make_schedule
 
 if TYPE_CHECKING:
-    from echelon.distributed.mesh_groups import Grid
+    from echelon.distributed.mesh_groups import MeshGroups
     from echelon.distributed.world import World
     from echelon.plan import Plan
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """Some rows of a batch, and which part of it they are. A stand-in, where rows do not suffice, is no part of it."""
 
     batch: Any
@@ -39,7 +39,7 @@ class Micro(NamedTuple):
     rows: int
 
 
-def micro_batches(batch: Any, count: int) -> list[Micro]:
+def micro_batches(batch: Any, count: int) -> list[MicroBatch]:
     """``batch`` in ``count`` pieces along the first dimension of its tensors, as even as they can be.
 
     What has another length goes to all of them. With fewer rows than pieces, the last pieces are stand-ins: the first
@@ -54,7 +54,7 @@ def micro_batches(batch: Any, count: int) -> list[Micro]:
     return [_rows(batch, rows, begin, end) for begin, end in shares(rows, count)]
 
 
-def _rows(batch: Any, rows: int, begin: int, end: int) -> Micro:
+def _rows(batch: Any, rows: int, begin: int, end: int) -> MicroBatch:
     low, high = (begin, end) if begin < end else (0, 1)
 
     def cut(leaf: Any) -> Any:
@@ -62,10 +62,10 @@ def _rows(batch: Any, rows: int, begin: int, end: int) -> Micro:
             return leaf[low:high]
         return leaf
 
-    return Micro(tree_map(cut, batch), (end - begin) / rows if rows else 0.0, end - begin)
+    return MicroBatch(tree_map(cut, batch), (end - begin) / rows if rows else 0.0, end - begin)
 
 
-class MicroBatches:
+class MicroBatchRunner:
     """One process: micro-batches one after another, gradients adding up."""
 
     def __init__(self, objective: Objective, count: int) -> None:
@@ -75,24 +75,24 @@ class MicroBatches:
         """How many backward passes make up the gradient of a parameter."""
         return self._count
 
-    def train(self, batch: Any, weights: MicroBatchWeights) -> StagedLoss:
+    def train(self, batch: Any, weights: MicroBatchWeights) -> PipelineLocalLoss:
         """Forward and backward of each micro-batch's weighted loss."""
         known = _WeightedLosses(micro_batches(batch, self._count), weights)
         for at, micro in enumerate(known.micros):
-            with idle(micro.part == 0):
+            with stand_in_batch(micro.part == 0):
                 loss = self._objective(micro.batch)[1]
                 (loss * known.of_loss(at, loss)).backward()  # type: ignore[no-untyped-call]
         return known.result({}, loss.device)
 
-    def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[Judged]:
+    def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[EvalOutput]:
         return [evaluate_batch(self._objective, batch, weights)]
 
 
-class Staged:
+class PipelineRunner:
     """One rank of a pipeline: its stages, run by the plan's schedule."""
 
     def __init__(
-        self, plan: Plan, model: nn.Module, objective: Objective, grid: Grid, hosted: Sequence[int], world: World
+        self, plan: Plan, model: nn.Module, objective: Objective, grid: MeshGroups, hosted: Sequence[int], world: World
     ) -> None:
         assert plan.pipeline is not None
         assert plan.stages is not None
@@ -100,9 +100,9 @@ class Staged:
         ranks, stages = grid.size("stage"), 1 + max(plan.stages.units.values())
         self._schedule = make_schedule(plan.pipeline.schedule, stages, ranks, self._count)
         self._judging = forward_only(stages, ranks, self._count)
-        self._transfers = tuple(Transfer(t.key, t.source, t.target) for t in plan.stages.transfers)
+        self._transfers = tuple(StageTransfer(t.key, t.source, t.target) for t in plan.stages.transfers)
         dynamic = plan.pipeline.dynamic_shapes
-        self._links = Links(
+        self._links = PipelineLinks(
             grid.new_group("stage"), grid.ranks("stage"), world.device, world.backend, dynamic_shapes=dynamic
         )
         defer = _Deferral if plan.pipeline.schedule == "zero-bubble" else None
@@ -114,13 +114,13 @@ class Staged:
     def passes(self, name: str) -> int:
         return self._count * sum(stage in self._hosted for stage in self._holders[name])
 
-    def train(self, batch: Any, weights: MicroBatchWeights) -> StagedLoss:
+    def train(self, batch: Any, weights: MicroBatchWeights) -> PipelineLocalLoss:
         known = _WeightedLosses(micro_batches(batch, self._count), weights)
         self._runner.begin([m.batch for m in known.micros], known)
         self._run(self._schedule, known.micros)
         return known.result(self._runner.auxiliary, self._device)
 
-    def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[Judged]:
+    def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[EvalOutput]:
         """On the last stage, what became of every micro-batch; nothing elsewhere."""
         micros = micro_batches(batch, self._count)
         self._runner.begin([m.batch for m in micros], None)
@@ -130,19 +130,21 @@ class Staged:
             return []
         counts = [weights.count(seen[i], micro.rows) for i, micro in enumerate(micros)]
         return [
-            Judged(micro.batch, outputs[i], losses[i], micro.rows, counts[i], weights.is_sum)
+            EvalOutput(micro.batch, outputs[i], losses[i], micro.rows, counts[i], weights.is_sum)
             for i, micro in enumerate(micros)
         ]
 
-    def _run(self, schedule: Schedule, micros: Sequence[Micro]) -> None:
+    def _run(self, schedule: Schedule, micros: Sequence[MicroBatch]) -> None:
         signatures = [_signature(micro.batch) for micro in micros]
-        run_schedule(schedule, _Weighing(self._runner, micros), self._transfers, self._links, signatures.__getitem__)
+        run_schedule(
+            schedule, _StandInAwareRunner(self._runner, micros), self._transfers, self._links, signatures.__getitem__
+        )
 
 
 class _WeightedLosses:
     """The losses of one batch's micro-batches, added up as they become known."""
 
-    def __init__(self, micros: Sequence[Micro], weights: MicroBatchWeights) -> None:
+    def __init__(self, micros: Sequence[MicroBatch], weights: MicroBatchWeights) -> None:
         self.micros, self._weights = micros, weights
         self._total: Tensor | float = 0.0
         self._count: Count = 0.0
@@ -157,28 +159,28 @@ class _WeightedLosses:
     def of_auxiliary(self, micro: int) -> Count:
         return self._weights.of_auxiliary(self.micros[micro].part)
 
-    def result(self, auxiliary: Mapping[int, Tensor], device: torch.device) -> StagedLoss:
+    def result(self, auxiliary: Mapping[int, Tensor], device: torch.device) -> PipelineLocalLoss:
         """Return this rank's part of the loss; ``auxiliary`` are the losses of its modules."""
         total, extra = torch.zeros((), device=device) + self._total, torch.zeros((), device=device)
         for micro, loss in auxiliary.items():
             extra = extra + loss.to(device) * self.micros[micro].part
-        return StagedLoss(total, self._count, self._weights.rows, extra, self._weights.is_sum)
+        return PipelineLocalLoss(total, self._count, self._weights.rows, extra, self._weights.is_sum)
 
 
-class _Weighing:
+class _StandInAwareRunner:
     """Runs the stages, telling batch norm which micro-batches are only stand-ins."""
 
-    def __init__(self, runner: StageRunner, micros: Sequence[Micro]) -> None:
+    def __init__(self, runner: StageRunner, micros: Sequence[MicroBatch]) -> None:
         self._runner, self._micros = runner, micros
 
     def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
-        with idle(self._micros[micro].part == 0):
+        with stand_in_batch(self._micros[micro].part == 0):
             return self._runner.forward(stage, micro, received)
 
     def backward(
         self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Literal["B", "I", "W"]
     ) -> Mapping[str, Tensor | None]:
-        with idle(self._micros[micro].part == 0):
+        with stand_in_batch(self._micros[micro].part == 0):
             return self._runner.backward(stage, micro, gradients, part)
 
 
@@ -186,11 +188,11 @@ class _Deferral:
     """Weights' gradients of one stage and micro-batch, computed when there is nothing else to do."""
 
     def __init__(self) -> None:
-        self._store = WeightStore()
+        self._store = WeightGradStore()
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self._open.enter_context(deferring(self._store))
+        self._open.enter_context(defer_weight_grads(self._store))
 
     def __exit__(self, *exception: Any) -> None:
         self._open.close()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, is_changed, lend
-from echelon.plan.fake_forward import entered, placeholder
+from echelon.plan.fake_forward import as_module_output, placeholder
 
 
-class Loans:
+class PlaceholderPool:
     """Those of one stage and micro-batch, lent again in every step: to make one takes torch 0.4 ms, which was half of
     the time of a small model's interleaved step."""
 
@@ -26,7 +26,7 @@ class Loans:
 
     def made(self, key: str, like: Tensor) -> Tensor:
         """As something that a unit returned."""
-        return self._lend(key, like, renewed)
+        return self._lend(key, like, fresh_placeholder)
 
     def all_made(self, prefix: str, leaves: Sequence[Any]) -> list[Any]:
         """As all that a unit returned."""
@@ -56,6 +56,6 @@ class Loans:
                     del self._known[look]
 
 
-def renewed(leaf: Tensor) -> Tensor:
+def fresh_placeholder(leaf: Tensor) -> Tensor:
     """A placeholder like it, as a unit would return it."""
-    return entered(placeholder(leaf))
+    return as_module_output(placeholder(leaf))

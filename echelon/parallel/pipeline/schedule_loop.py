@@ -10,16 +10,16 @@ from torch import Tensor
 
 from echelon.base.errors import EchelonError
 from echelon.distributed.activity import activity
-from echelon.parallel.pipeline.comm_plan import Deed, Message, Route, Transfer
-from echelon.parallel.pipeline.transport import Exchange, Links
+from echelon.parallel.pipeline.comm_plan import CommPlan, ScheduledAction, StageMessage, StageTransfer
+from echelon.parallel.pipeline.transport import PipelineExchange, PipelineLinks
 from echelon.plan.schedule import Action
 
-__all__ = ["Runner", "Transfer", "run_schedule"]
+__all__ = ["StageExecutor", "StageTransfer", "run_schedule"]
 
 Part = Literal["B", "I", "W"]
 
 
-class Runner(Protocol):
+class StageExecutor(Protocol):
     """Runs one stage for one micro-batch."""
 
     def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
@@ -38,9 +38,9 @@ class Runner(Protocol):
 
 def run_schedule(
     schedule: Sequence[Sequence[Action]],
-    runner: Runner,
-    transfers: Sequence[Transfer],
-    links: Links,
+    runner: StageExecutor,
+    transfers: Sequence[StageTransfer],
+    links: PipelineLinks,
     signature: Hashable | Callable[[int], Hashable],
 ) -> None:
     """Do this rank's part of ``schedule``, which is that of all ranks: it tells who sends what first.
@@ -51,7 +51,7 @@ def run_schedule(
     """
     found = links.route(schedule, transfers)
     of_micro = signature if callable(signature) else lambda micro: signature
-    loop = _Loop(runner, found, Exchange(links, found, of_micro))
+    loop = _Loop(runner, found, PipelineExchange(links, found, of_micro))
     for deed in found.deeds:
         try:
             loop.perform(deed)
@@ -63,13 +63,13 @@ def run_schedule(
 
 
 class _Loop:
-    def __init__(self, runner: Runner, route: Route, exchange: Exchange) -> None:
+    def __init__(self, runner: StageExecutor, route: CommPlan, exchange: PipelineExchange) -> None:
         self.exchange = exchange
         self._runner, self._route = runner, route
-        self._handed: dict[Message, list[Tensor | None]] = {}  # between stages of this rank
-        self._wanted: dict[Message, list[bool]] = {}  # and whether each wants a gradient
+        self._handed: dict[StageMessage, list[Tensor | None]] = {}  # between stages of this rank
+        self._wanted: dict[StageMessage, list[bool]] = {}  # and whether each wants a gradient
 
-    def perform(self, deed: Deed) -> None:
+    def perform(self, deed: ScheduledAction) -> None:
         since = monotonic() if activity.recorder is not None else 0.0
         self.exchange.expect(deed.soon)
         action = deed.action
@@ -82,7 +82,7 @@ class _Loop:
         if activity.recorder is not None:
             activity.recorder.acted(action, since)
 
-    def _forward(self, deed: Deed) -> None:
+    def _forward(self, deed: ScheduledAction) -> None:
         received = {
             key: tensor
             for message in deed.needs
@@ -93,7 +93,7 @@ class _Loop:
         for message in deed.sends:
             self._send(message, [made[key] for key in self._keys(message)])
 
-    def _backward(self, deed: Deed, part: Part) -> None:
+    def _backward(self, deed: ScheduledAction, part: Part) -> None:
         gradients: dict[str, Tensor | None] = {}
         for message in deed.needs:  # by target, so that sums have one order
             wanted, came = self._wants(message), self._receive(message)
@@ -105,20 +105,20 @@ class _Loop:
             pairs = zip(self._keys(message), self._wants(message), strict=True)
             self._send(message, [found.get(key) if wants else None for key, wants in pairs])
 
-    def _keys(self, message: Message) -> tuple[str, ...]:
+    def _keys(self, message: StageMessage) -> tuple[str, ...]:
         return self._route.keys[message.edge]
 
-    def _wants(self, message: Message) -> list[bool]:
+    def _wants(self, message: StageMessage) -> list[bool]:
         if self._route.is_local(message):
             return self._wanted[message._replace(backward=False)]
         return self.exchange.wants_gradients(message)
 
-    def _receive(self, message: Message) -> list[Tensor | None]:
+    def _receive(self, message: StageMessage) -> list[Tensor | None]:
         if self._route.is_local(message):
             return self._handed.pop(message)
         return self.exchange.receive_gradients(message) if message.backward else self.exchange.receive(message)
 
-    def _send(self, message: Message, tensors: list[Tensor | None]) -> None:
+    def _send(self, message: StageMessage, tensors: list[Tensor | None]) -> None:
         if not self._route.is_local(message):
             (self.exchange.send_gradients if message.backward else self.exchange.send)(message, tensors)
         elif message.backward:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 Gradients = Callable[[], list[tuple[nn.Parameter, Tensor]]]
 
 
-class WeightStore:
+class WeightGradStore:
     """The weights' gradients of one stage and micro-batch that are still to be computed."""
 
     def __init__(self) -> None:
@@ -93,18 +93,18 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 @contextlib.contextmanager
-def deferring(store: WeightStore) -> Iterator[None]:
+def defer_weight_grads(store: WeightGradStore) -> Iterator[None]:
     """In here layers are taken apart; both the forward and the backward of a stage belong in here."""
     store.active += 1
     try:
-        with _Deferring(store):
+        with _WeightGradDeferralMode(store):
             yield
     finally:
         store.active -= 1
 
 
-class _Deferring(TorchFunctionMode):
-    def __init__(self, store: WeightStore) -> None:
+class _WeightGradDeferralMode(TorchFunctionMode):
+    def __init__(self, store: WeightGradStore) -> None:
         super().__init__()
         self._store = store
 
@@ -122,7 +122,7 @@ class _Deferring(TorchFunctionMode):
         return _plainly(self._store, function, *args, **kwargs)
 
 
-def _plainly(store: WeightStore, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def _plainly(store: WeightGradStore, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     if not _hold_parameters(args) and not _hold_parameters(kwargs.values()):
         return function(*args, **kwargs)
     args, kwargs = tree_map(store.substitute, (args, kwargs))
@@ -138,7 +138,7 @@ def _hold_parameters(values: Iterable[Any]) -> bool:
     )
 
 
-def _note_uses(store: WeightStore, given: Any, result: Any) -> None:
+def _note_uses(store: WeightGradStore, given: Any, result: Any) -> None:
     """Parameters that take part in ``result``. To ask for a shape, or to convert to what it is already, is no part."""
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     if any(tensor.requires_grad for tensor in made):
@@ -158,7 +158,7 @@ class _Layer(Protocol):
     def for_weights(self, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool) -> Sequence[Tensor]: ...
 
 
-class _TakenApart(torch.autograd.Function):
+class _SplitBackward(torch.autograd.Function):
     """To autograd the parameters are no inputs: their hooks would fire in the first part, with nothing. ``anchor``
     makes the result want a gradient where ``input`` does not."""
 
@@ -169,7 +169,7 @@ class _TakenApart(torch.autograd.Function):
         anchor: Tensor | None,
         parameters: Sequence[nn.Parameter],
         layer: _Layer,
-        store: WeightStore,
+        store: WeightGradStore,
     ) -> Tensor:
         # Autocast has converted a floating-point input already, and would convert weights so.
         dtype = input.dtype if _casts(input) else parameters[0].dtype
@@ -202,7 +202,7 @@ def _casts(input: Tensor) -> bool:
     return torch.is_autocast_enabled(input.device.type) and input.is_floating_point() and input.dtype != torch.float64
 
 
-def _take_apart(store: WeightStore, layer: _Layer, input: Tensor, *parameters: Tensor | None) -> Tensor | None:
+def _take_apart(store: WeightGradStore, layer: _Layer, input: Tensor, *parameters: Tensor | None) -> Tensor | None:
     """None where it cannot be: a weight that is computed from others, or frozen, or used otherwise before."""
     given = [parameter for parameter in parameters if parameter is not None]
     trained = [one for one in given if isinstance(one, nn.Parameter) and one.requires_grad and one.is_leaf]
@@ -211,7 +211,7 @@ def _take_apart(store: WeightStore, layer: _Layer, input: Tensor, *parameters: T
     if _casts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     anchor = None if input.requires_grad else torch.empty(0, requires_grad=True)
-    result: Tensor = _TakenApart.apply(input, anchor, trained, layer, store)  # type: ignore[no-untyped-call]
+    result: Tensor = _SplitBackward.apply(input, anchor, trained, layer, store)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -277,14 +277,14 @@ class _Embedding:
 # ---- calls of them, as torch.nn makes them ----
 
 
-def _linear(store: WeightStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     taken = _take_apart(store, _Linear(), input, weight, bias)
     return _plainly(store, F.linear, input, weight, bias) if taken is None else taken
 
 
 def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
     def call(
-        store: WeightStore, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+        store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None,
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> Tensor:  # fmt: skip
         taken = None
@@ -299,7 +299,8 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Te
 
 
 def _embedding(
-    store: WeightStore, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    store: WeightGradStore, input: Tensor, weight: Tensor,
+    padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     taken = None
@@ -343,7 +344,7 @@ def _behind_the_check(function: Any, inner: Sequence[str] = (), **replaced: Any)
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _attention(store: WeightStore) -> Callable[..., Any]:
+def _attention(store: WeightGradStore) -> Callable[..., Any]:
     """torch's own, with its calls of ``linear`` coming to us: of what a mode calls, the mode sees nothing more."""
     inner = ("_in_projection", "_in_projection_packed")
     return _behind_the_check(F.multi_head_attention_forward, inner, linear=functools.partial(_linear, store))

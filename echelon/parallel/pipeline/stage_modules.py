@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from echelon.plan.fake_forward import is_placeholder, placeholder
-from echelon.plan.stage_trace import Recording
+from echelon.plan.stage_trace import StageTrace
 
 
-def keep_only(model: nn.Module, recording: Recording, stages: Sequence[int]) -> None:
+def keep_only(model: nn.Module, recording: StageTrace, stages: Sequence[int]) -> None:
     """Replace parameters and buffers that none of ``stages`` needs, and free their memory. Tied names stay tied.
 
     Goes before modules are split, synchronized or recomputed, and those only where something was kept: a foreign module

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.base.errors import UsageError
-from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, Glue, surroundings
-from echelon.parallel.pipeline.placeholder_pool import Loans, renewed
+from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, InterStageCache, surroundings
+from echelon.parallel.pipeline.placeholder_pool import PlaceholderPool, fresh_placeholder
 from echelon.parallel.tensor.sharded_activation import whole
-from echelon.plan.fake_forward import foretell, is_placeholder, mixing, placeholder
-from echelon.plan.module_calls import call_plainly, listening, make_heard, mark_elsewhere
-from echelon.plan.pytree import Parts, take_apart, tensors_of
-from echelon.plan.stage_trace import Recording
+from echelon.plan.fake_forward import allow_real_tensors, fake_forward, is_placeholder, placeholder
+from echelon.plan.module_calls import call_unintercepted, install_call_hooks, intercept_module_calls, mark_remote_stage
+from echelon.plan.pytree import FlattenedTree, take_apart, tensors_of
+from echelon.plan.stage_trace import StageTrace
 
 Part = Literal["B", "I", "W"]
 AUXILIARY = "auxiliary_loss"
 
 
-class Deferred(Protocol):
+class DeferredWeightGrads(Protocol):
     """As a context around forward and backward: gradients of weights are left out, for ``run`` to compute."""
 
     def __enter__(self) -> Any: ...
@@ -46,7 +46,7 @@ class BatchLoss(Protocol):
     def take_seen(self) -> Any: ...
 
 
-class StageWeights(Protocol):
+class StageLossWeights(Protocol):
     """What the losses of a micro-batch are multiplied by before backward."""
 
     def of_loss(self, micro: int, loss: Tensor) -> Tensor | float: ...
@@ -61,7 +61,7 @@ class PassEnded(BaseException):
     """The first module of a later stage was called. Not an Exception: user code that catches those must let it pass."""
 
 
-Seen = dict[str, Parts]  # by call of a unit, what it returned, as placeholders
+Seen = dict[str, FlattenedTree]  # by call of a unit, what it returned, as placeholders
 
 
 class StageRunner:
@@ -71,10 +71,10 @@ class StageRunner:
         self,
         model: nn.Module,
         call: BatchLoss,
-        recording: Recording,
+        recording: StageTrace,
         stages: Sequence[int],
         device: torch.device,
-        defer: Callable[[], Deferred] | None = None,
+        defer: Callable[[], DeferredWeightGrads] | None = None,
     ) -> None:
         self._call, self._recording, self._device, self._defer = call, recording, device, defer
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -84,29 +84,29 @@ class StageRunner:
             stage: [part for name, at in recording.units.items() if at == stage for part in self._units[name].modules()]
             for stage in stages
         }
-        self._glue = Glue()
-        self._outlook = _Outlook(self._glue)
+        self._glue = InterStageCache()
+        self._outlook = _ShapeForecast(self._glue)
         self._lent: dict[Hashable, Tensor] = {}
         self._seen: dict[int, Seen] = {}
-        self._running: dict[tuple[int, int], _Kept] = {}
-        self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._running: dict[tuple[int, int], _BackwardContext] = {}
+        self._deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
         self._batches: Sequence[Any] = ()
-        self._weights: StageWeights | None = None  # None when not training
+        self._weights: StageLossWeights | None = None  # None when not training
         self._training = False
         self.losses: dict[int, Tensor] = {}  #: per micro-batch, unweighted; only where the last stage is
         self.auxiliary: dict[int, Tensor] = {}  #: per micro-batch, unweighted: the sum over this rank's units
         self.seen: dict[int, Any] = {}  #: the same, how the loss was computed
         self.outputs: dict[int, Any] = {}  #: per micro-batch, when not training; only where the last stage is
-        self._undo = make_heard(model, recording.units)
+        self._undo = install_call_hooks(model, recording.units)
         for name, stage in recording.units.items():
             if stage not in stages:
-                mark_elsewhere(self._units[name], stage)
+                mark_remote_stage(self._units[name], stage)
 
     def close(self) -> None:
         """Leave the model as it was."""
         self._undo()
 
-    def begin(self, micro_batches: Sequence[Any], weights: StageWeights | None) -> None:
+    def begin(self, micro_batches: Sequence[Any], weights: StageLossWeights | None) -> None:
         """A step of training, in which ``weights`` multiply each micro-batch's losses before backward; else forward
         alone."""
         self._batches, self._weights, self._training = micro_batches, weights, weights is not None
@@ -126,7 +126,7 @@ class StageRunner:
         plan = self._plans[stage]
         _forget_auxiliary(self._own[stage])
         leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
-        loans = Loans(self._lent, (stage, micro))
+        loans = PlaceholderPool(self._lent, (stage, micro))
         running = _Pass(plan, self._units, leaves, self._outlook, self._glue, loans, self._seen.get(micro))
         deferred = self._defer() if self._defer and self._training else None
         with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
@@ -136,7 +136,7 @@ class StageRunner:
         if plan.is_last:
             ends += self._collect_result(micro, result)
         if self._training:
-            self._running[stage, micro] = _Kept(roots, ends, leaves)
+            self._running[stage, micro] = _BackwardContext(roots, ends, leaves)
             if deferred:
                 self._deferred[stage, micro] = deferred
         return {key: None if root is None else _to_send(root) for key, root in roots.items()}
@@ -190,7 +190,7 @@ class StageRunner:
 class _StagePlan:
     """What the recording says about one stage."""
 
-    def __init__(self, recording: Recording, stage: int) -> None:
+    def __init__(self, recording: StageTrace, stage: int) -> None:
         self.stage, self.is_last, self.units = stage, stage == recording.stages - 1, recording.units
         out = [one for one in recording.transfers if one.source == stage]
         self.sent = tuple(dict.fromkeys(one.key for one in out))
@@ -200,7 +200,7 @@ class _StagePlan:
         self._inputs, self._written = recording.inputs[stage], recording.written
         self.own = {name for name, at in recording.units.items() if at == stage}
 
-    def batch(self, whole: Any, loans: Loans) -> Any:
+    def batch(self, whole: Any, loans: PlaceholderPool) -> Any:
         """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
         flat = type(whole) is tuple and all(isinstance(leaf, Tensor) for leaf in whole)
         leaves, structure = (whole, None) if flat else tree_flatten(whole)
@@ -215,13 +215,13 @@ class _StagePlan:
         ]
         return tuple(mine) if structure is None else tree_unflatten(mine, structure)
 
-    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: Loans) -> Tensor:
+    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: PlaceholderPool) -> Tensor:
         if not needed:
             return loans.given(f"batch/{at}", leaf)
         return leaf.clone() if at in self._written else leaf
 
 
-class _Kept:
+class _BackwardContext:
     """What backward of one pass needs."""
 
     def __init__(self, roots: Mapping[str, Tensor | None], ends: list[Weighted], leaves: Mapping[str, Tensor]) -> None:
@@ -253,9 +253,9 @@ class _Pass:
         plan: _StagePlan,
         units: Mapping[str, nn.Module],
         received: Mapping[str, Tensor],
-        outlook: _Outlook,
-        glue: Glue,
-        loans: Loans,
+        outlook: _ShapeForecast,
+        glue: InterStageCache,
+        loans: PlaceholderPool,
         seen: Seen | None,
     ) -> None:
         self._plan, self._units, self._received, self._seen = plan, units, received, seen
@@ -267,7 +267,7 @@ class _Pass:
     def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
         """What ``call`` returns, or None where this stage ends before it does."""
         try:
-            with listening(self._unit_called), mixing(), self._glue:
+            with intercept_module_calls(self._unit_called), allow_real_tensors(), self._glue:
                 result: T | None = call(batch)
         except PassEnded:
             result = None
@@ -285,14 +285,14 @@ class _Pass:
     def _unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage = self._plan.units[name]
         if module is not self._units[name]:  # a copy of the unit
-            return call_plainly(module, args, kwargs)
+            return call_unintercepted(module, args, kwargs)
         if stage > self._plan.stage:
             raise PassEnded
         prefix = f"{name}#{self._calls[name]}"
         self._calls[name] += 1
         if stage < self._plan.stage:
             return self._foreign(name, prefix, module, args, kwargs)
-        return self._own(name, prefix, call_plainly(module, args, kwargs))
+        return self._own(name, prefix, call_unintercepted(module, args, kwargs))
 
     def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen = self._seen.get(prefix) if self._seen is not None else None
@@ -318,7 +318,7 @@ class _Pass:
             ]
         )
 
-    def _for_other_stages(self, prefix: str, output: Parts) -> Parts:
+    def _for_other_stages(self, prefix: str, output: FlattenedTree) -> FlattenedTree:
         return take_apart(output.together(self._loans.all_made(f"seen/{prefix}", output.leaves)))
 
     def _leaving(self, key: str, leaf: Tensor) -> Tensor:
@@ -340,23 +340,23 @@ class _Pass:
                 )
 
 
-class _Outlook:
+class _ShapeForecast:
     """What foreign units return, as placeholders. Asked of each unit once for each kind of input."""
 
-    def __init__(self, glue: Glue) -> None:
+    def __init__(self, glue: InterStageCache) -> None:
         self._glue = glue
-        self._known: dict[Hashable, Parts] = {}
+        self._known: dict[Hashable, FlattenedTree] = {}
 
-    def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+    def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
         """Of the very placeholders of an earlier pass the glue knows at once, without looking at them."""
         asked = self._glue.question(name, module.training, args, kwargs)
         if asked is None:
             return self._told(name, module, args, kwargs)
         known = self._glue.recall(asked[0]) or self._glue.keep(*asked, [], self._told(name, module, args, kwargs))
-        found: Parts = known.result
+        found: FlattenedTree = known.result
         return found
 
-    def _told(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+    def _told(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
         given = take_apart((args, kwargs))
         key = (name, module.training, surroundings(), given.pattern, *map(_looks, given.leaves))
         try:
@@ -368,16 +368,16 @@ class _Outlook:
             self._known.clear()
         return self._known.setdefault(key, self._ask(module, args, kwargs))
 
-    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
         with torch._C.DisableTorchFunction():  # a deferral must not count this as a use of weights
-            return _bare(take_apart(foretell(module, args, kwargs)))
+            return _bare(take_apart(fake_forward(module, args, kwargs)))
 
 
-def _bare(output: Parts) -> Parts:
+def _bare(output: FlattenedTree) -> FlattenedTree:
     """The same with placeholders of its own: tensors of a pass would live on in them, by their history."""
     again = take_apart(output.together(placeholder(x) if isinstance(x, Tensor) else x for x in output.leaves))
-    lent = [renewed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
-    return Parts(lent, again.pattern, again.together)
+    lent = [fresh_placeholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
+    return FlattenedTree(lent, again.pattern, again.together)
 
 
 def _looks(leaf: Any) -> Hashable:

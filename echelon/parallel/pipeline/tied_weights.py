@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.distributed.collectives import all_gather
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.plan import Plan
 
 Places = tuple[int, ...]
 
 
-class Ties:
+class TiedWeights:
     """Each set of places along the stage axis that share parameters has a group of its own."""
 
-    def __init__(self, plan: Plan, grid: Grid, held: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, plan: Plan, grid: MeshGroups, held: Mapping[str, nn.Parameter]) -> None:
         self._shared: dict[Places, list[nn.Parameter]] = {}
         self._groups: dict[Places, dist.ProcessGroup] = {}
         self._owner: dict[int, str] = {}

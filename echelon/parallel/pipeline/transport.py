@@ -2,7 +2,7 @@
 
 Nothing blocks but the wait for what is needed now. On Gloo, messages find each other by tag, and receiving begins a few
 actions ahead. NCCL matches them by order alone, and one that waits holds up those behind it; there all ranks take part
-in their messages in one order (``Route.order``), in which nobody waits in a circle.
+in their messages in one order (``CommPlan.order``), in which nobody waits in a circle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import waiting
-from echelon.distributed.collectives import Waiting, json_to_tensor, tensor_to_json
-from echelon.parallel.pipeline.comm_plan import Message, Route, Transfer, route
-from echelon.parallel.pipeline.packing import (
+from echelon.distributed.collectives import PendingCollective, json_to_tensor, tensor_to_json
+from echelon.parallel.pipeline.comm_plan import CommPlan, StageMessage, StageTransfer, route
+from echelon.parallel.pipeline.message_packing import (
     Form,
     alone,
     form_of,
@@ -44,7 +44,7 @@ FRAME = 4096  # bytes of a header; a longer one goes on in a second message
 _LENGTH = 8  # of them for its length
 
 
-class Links:
+class PipelineLinks:
     """Point-to-point between the ranks of ONE pipeline: same replica, same place in the split."""
 
     def __init__(
@@ -65,12 +65,12 @@ class Links:
             [dist.get_group_rank(self._group, rank) for rank in self.ranks] if self._group is not None else []
         )
         self._names = [str(rank) for rank in self.ranks]
-        self._known: tuple[Any, Any, Route] | None = None
+        self._known: tuple[Any, Any, CommPlan] | None = None
         self._on_host = backend == "gloo"
         self._staged = self._on_host and device.type != "cpu"
         self.plain = device.type == "cpu"  #: a tensor may be sent from where it is made, and used where it arrives
 
-    def route(self, schedule: Sequence[Sequence[Action]], transfers: Sequence[Transfer]) -> Route:
+    def route(self, schedule: Sequence[Sequence[Action]], transfers: Sequence[StageTransfer]) -> CommPlan:
         """What of them is this rank's. In every step they are the same objects, and not looked at again."""
         if self._known is None or self._known[0] is not schedule or self._known[1] is not transfers:
             found = route(tuple(map(tuple, schedule)), tuple(transfers), self.place)
@@ -89,25 +89,25 @@ class Links:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.empty(size, dtype=torch.uint8, device="cpu" if self._on_host else self.device)
 
-    def send(self, buffer: Tensor, place: int, tag: int) -> Waiting:
+    def send(self, buffer: Tensor, place: int, tag: int) -> PendingCollective:
         if self._staged:
             torch.cuda.current_stream(self.device).synchronize()
         assert self._group is not None
         # isend() and irecv() come to the same, after 8 microseconds of looking up groups and ranks.
         return self._group.send([buffer], self._places[place], 0 if self.ordered else tag)
 
-    def receive(self, buffer: Tensor, place: int, tag: int) -> Arrival:
+    def receive(self, buffer: Tensor, place: int, tag: int) -> PendingReceive:
         assert self._group is not None
-        return Arrival(self._group.recv([buffer], self._places[place], 0 if self.ordered else tag), buffer)
+        return PendingReceive(self._group.recv([buffer], self._places[place], 0 if self.ordered else tag), buffer)
 
     def to_device(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device, non_blocking=True)
 
 
-class Arrival(NamedTuple):
+class PendingReceive(NamedTuple):
     """Bytes that are on their way."""
 
-    work: Waiting
+    work: PendingCollective
     buffer: Tensor
 
     def wait(self) -> Tensor:
@@ -115,30 +115,30 @@ class Arrival(NamedTuple):
         return self.buffer
 
 
-class _Sent(NamedTuple):
-    message: Message
-    work: Waiting
+class _PendingSend(NamedTuple):
+    message: StageMessage
+    work: PendingCollective
     buffer: Tensor  # must live until the work is done
 
 
-class Exchange:
+class PipelineExchange:
     """The messages of one run of a schedule."""
 
-    def __init__(self, links: Links, route: Route, signature: Callable[[int], Hashable]) -> None:
+    def __init__(self, links: PipelineLinks, route: CommPlan, signature: Callable[[int], Hashable]) -> None:
         self._links, self._route, self._signature = links, route, signature
         self._announced: dict[int, Announced] = {}  # by micro-batch
         self._forms: dict[tuple[Edge, int], Form] = {}  # of what was sent, or is known to come, by edge and micro-batch
         self._to_send = deque(route.outgoing)
-        self._to_receive = defaultdict[Hashable, deque[Message]](deque)
+        self._to_receive = defaultdict[Hashable, deque[StageMessage]](deque)
         for message in route.incoming:
             self._to_receive[self._lane(message)].append(message)
-        self._headers: dict[Message, Arrival] = {}
-        self._arriving: dict[Message, Arrival | None] = {}  # None: there is nothing to send
-        self._sent = defaultdict[int, list[_Sent]](list)
+        self._headers: dict[StageMessage, PendingReceive] = {}
+        self._arriving: dict[StageMessage, PendingReceive | None] = {}  # None: there is nothing to send
+        self._sent = defaultdict[int, list[_PendingSend]](list)
 
     # ---- sending ----
 
-    def send(self, message: Message, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
         self._take_turn(message)
         form = self._announce(message, tensors)
         if size := packed_size(form):
@@ -152,7 +152,7 @@ class Exchange:
         pack(tensors, form, buffer)
         return buffer
 
-    def send_gradients(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
+    def send_gradients(self, message: StageMessage, gradients: Sequence[Tensor | None]) -> None:
         self._take_turn(message)
         form = self._forms[message.edge, message.micro]
         if size := packed_gradients_size(form):
@@ -170,7 +170,7 @@ class Exchange:
                 sent.work.wait()
         self._sent.clear()
 
-    def _take_turn(self, message: Message) -> None:
+    def _take_turn(self, message: StageMessage) -> None:
         expected = self._to_send.popleft()
         assert expected == message, f"{message} would be sent before {expected}"
         if self._links.ordered:
@@ -178,7 +178,7 @@ class Exchange:
             while queue and self._route.order[queue[0]] < self._route.order[message]:
                 self._begin_next(queue)
 
-    def _announce(self, message: Message, tensors: Sequence[Tensor | None]) -> Form:
+    def _announce(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> Form:
         """Tell the other end what comes, unless it knows."""
         form = form_of(tensors, training=self._route.trains)
         known = self._known_form(message)
@@ -190,7 +190,7 @@ class Exchange:
         self._forms[message.edge, message.micro] = known or form
         return known or form
 
-    def _send_header(self, message: Message, form: Form) -> None:
+    def _send_header(self, message: StageMessage, form: Form) -> None:
         text = json_to_tensor(to_json(form))
         length = torch.tensor([text.numel()]).view(torch.uint8)
         framed = torch.zeros(max(FRAME, _LENGTH + text.numel()), dtype=torch.uint8)
@@ -200,12 +200,12 @@ class Exchange:
             buffer.copy_(part)
             self._dispatch(message, buffer, header=True)
 
-    def _dispatch(self, message: Message, buffer: Tensor, *, header: bool) -> None:
+    def _dispatch(self, message: StageMessage, buffer: Tensor, *, header: bool) -> None:
         receiver = self._route.receiver(message)
         work = self._links.send(buffer, receiver, self._route.tag(message, header=header))
-        self._sent[receiver].append(_Sent(message, work, buffer))
+        self._sent[receiver].append(_PendingSend(message, work, buffer))
 
-    def _settle(self, arrived: Message) -> None:
+    def _settle(self, arrived: StageMessage) -> None:
         """Let go of what the sender of ``arrived`` must have received before it sent that."""
         peer, done = self._route.sender(arrived), self._route.sent_at[arrived]
         still = []
@@ -218,7 +218,7 @@ class Exchange:
 
     # ---- receiving ----
 
-    def receive(self, message: Message) -> list[Tensor | None]:
+    def receive(self, message: StageMessage) -> list[Tensor | None]:
         """Wait for what another stage made: leaves of a graph to be, on the device."""
         buffer = self._wait(message)
         form = self._forms[message.edge, message.micro]
@@ -226,7 +226,7 @@ class Exchange:
             return [buffer.requires_grad_(field.wants_gradient)]
         return unpack(self._links.to_device(self._links.buffer(0) if buffer is None else buffer), form)
 
-    def receive_gradients(self, message: Message) -> list[Tensor | None]:
+    def receive_gradients(self, message: StageMessage) -> list[Tensor | None]:
         buffer = self._wait(message)
         form = self._forms[message.edge, message.micro]
         if buffer is None:
@@ -234,11 +234,11 @@ class Exchange:
         present = buffer[: len(form)].tolist()
         return unpack_gradients(self._links.to_device(buffer), form, present)
 
-    def wants_gradients(self, message: Message) -> list[bool]:
+    def wants_gradients(self, message: StageMessage) -> list[bool]:
         """Whether each tensor on this edge wants a gradient."""
         return [field is not None for field in gradients_form(self._forms[message.edge, message.micro])]
 
-    def expect(self, messages: Iterable[Message]) -> None:
+    def expect(self, messages: Iterable[StageMessage]) -> None:
         """Begin to receive these, as far as can be told what they are, so that they travel while this rank computes."""
         for message in messages:
             if message not in self._arriving:
@@ -246,7 +246,7 @@ class Exchange:
                 while message not in self._arriving and self._may_begin(queue[0]):
                     self._begin_next(queue)
 
-    def _wait(self, message: Message) -> Tensor | None:
+    def _wait(self, message: StageMessage) -> Tensor | None:
         queue = self._to_receive[self._lane(message)]
         while message not in self._arriving:
             self._begin_next(queue)
@@ -258,7 +258,7 @@ class Exchange:
         self._settle(message)
         return buffer
 
-    def _may_begin(self, message: Message) -> bool:
+    def _may_begin(self, message: StageMessage) -> bool:
         """Without waiting for a header, and without overtaking what this rank has to send first."""
         if self._links.ordered and self._to_send and self._route.order[self._to_send[0]] < self._route.order[message]:
             return False
@@ -266,7 +266,7 @@ class Exchange:
             self._begin_header(message)
         return self._form(message) is not None
 
-    def _begin_next(self, queue: deque[Message]) -> None:
+    def _begin_next(self, queue: deque[StageMessage]) -> None:
         message = queue.popleft()
         form = self._form(message) or self._read_header(message)
         self._forms[message.edge, message.micro] = form
@@ -278,14 +278,14 @@ class Exchange:
         else:
             self._arriving[message] = self._begin(message, self._links.buffer(size), header=False)
 
-    def _begin(self, message: Message, buffer: Tensor, *, header: bool) -> Arrival:
+    def _begin(self, message: StageMessage, buffer: Tensor, *, header: bool) -> PendingReceive:
         return self._links.receive(buffer, self._route.sender(message), self._route.tag(message, header=header))
 
-    def _begin_header(self, message: Message) -> None:
+    def _begin_header(self, message: StageMessage) -> None:
         if message not in self._headers:
             self._headers[message] = self._begin(message, self._links.buffer(FRAME), header=True)
 
-    def _read_header(self, message: Message) -> Form:
+    def _read_header(self, message: StageMessage) -> Form:
         assert not message.backward, f"{message} cannot come before what it is the gradient of"
         self._begin_header(message)
         with waiting(_receiving(message), message, self._links.name(self._route.sender(message))):
@@ -301,30 +301,30 @@ class Exchange:
 
     # ---- what is known ----
 
-    def _form(self, message: Message) -> Form | None:
+    def _form(self, message: StageMessage) -> Form | None:
         found = self._forms.get((message.edge, message.micro))
         return found if found is not None or message.backward else self._known_form(message)
 
-    def _known_form(self, message: Message) -> Form | None:
+    def _known_form(self, message: StageMessage) -> Form | None:
         return None if self._links.dynamic_shapes else self._all_announced(message).get(message.edge)
 
-    def _all_announced(self, message: Message) -> Announced:
+    def _all_announced(self, message: StageMessage) -> Announced:
         found = self._announced.get(message.micro)
         if found is None:
             batch = self._signature(message.micro), self._route.trains
             found = self._announced[message.micro] = self._links.announced.setdefault(batch, {})
         return found
 
-    def _lane(self, message: Message) -> Hashable:
+    def _lane(self, message: StageMessage) -> Hashable:
         """Messages that have to begin one after the other: a header tells the form of those behind it."""
         return None if self._links.ordered else (message.edge, message.backward)
 
 
-def _receiving(message: Message) -> str:
+def _receiving(message: StageMessage) -> str:
     return "receive gradients" if message.backward else "receive activations"
 
 
-def _differs(message: Message, keys: Sequence[str], form: Form, known: Form) -> UsageError:
+def _differs(message: StageMessage, keys: Sequence[str], form: Form, known: Form) -> UsageError:
     key, now, before = next(
         (key, now, before)
         for key, now, before in zip(keys, form, known, strict=True)

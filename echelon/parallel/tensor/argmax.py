@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.distributed.collectives import all_gather
 from echelon.parallel.tensor.pointwise_rules import Args, Function, Named, named, rule
-from echelon.parallel.tensor.sharded_activation import Spread
+from echelon.parallel.tensor.sharded_activation import ShardedActivation
 from echelon.parallel.tensor.split_collectives import own
 
 
@@ -45,15 +45,17 @@ def topk(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _chosen_along(x: Any, dim: Any) -> bool:
-    return isinstance(x, Spread) and isinstance(dim, int) and dim % x.dim() == x.along and x.is_floating_point()
+    return (
+        isinstance(x, ShardedActivation) and isinstance(dim, int) and dim % x.dim() == x.along and x.is_floating_point()
+    )
 
 
-def _wants_gradient(x: Spread) -> bool:
+def _wants_gradient(x: ShardedActivation) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
 @torch.no_grad()
-def _largest(x: Spread, k: int) -> tuple[Tensor, Tensor]:
+def _largest(x: ShardedActivation, k: int) -> tuple[Tensor, Tensor]:
     """The k largest along the cut, largest first; in spread mode of this rank's rows.
 
     As torch has it: of several largest the first is chosen, but which of equal ones are among k is open.
@@ -72,7 +74,7 @@ def _largest(x: Spread, k: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-def _candidates(x: Spread, k: int) -> tuple[Tensor, Tensor]:
+def _candidates(x: ShardedActivation, k: int) -> tuple[Tensor, Tensor]:
     """This rank's k largest, last dimension, filled up with the smallest there is where it has fewer columns."""
     local = x.local.movedim(x.along, -1)
     missing = max(0, k - local.shape[-1])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.autograd import Function
 
-from echelon.parallel.tensor.sharded_activation import Spread, whole
+from echelon.parallel.tensor.sharded_activation import ShardedActivation, whole
 
 _plain = Function.__dict__["apply"].__func__
 
@@ -21,7 +21,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("echelon."):  # those of ours take a Spread as it is: the loss of split logits
         return _plain(cls, *args, **kwargs)
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Spread | list | tuple | dict):
+        if isinstance(value, ShardedActivation | list | tuple | dict):
             args, kwargs = whole((args, kwargs))
             break
     return _plain(cls, *args, **kwargs)

@@ -7,14 +7,21 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.parallel.tensor.linear import Exit
-from echelon.parallel.tensor.sharded_activation import Spread, take_in, take_part
+from echelon.parallel.tensor.linear import PartialSumOutput
+from echelon.parallel.tensor.sharded_activation import ShardedActivation, take_in, take_part
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
-from echelon.parallel.tensor.split_spec import Piece, Refused, ranges_of, require_gather, require_own_forward, widths
+from echelon.parallel.tensor.split_spec import (
+    SplitSpec,
+    UnsplittableError,
+    ranges_of,
+    require_gather,
+    require_own_forward,
+    widths,
+)
 from echelon.strategy.annotations.marks import Split
 
 
-class ColumnConv2d(nn.Conv2d):
+class ColumnParallelConv2d(nn.Conv2d):
     """By output channels. With groups, each rank has whole groups and needs only their input channels."""
 
     axis: SplitAxis
@@ -29,15 +36,15 @@ class ColumnConv2d(nn.Conv2d):
             groups = self.axis.sizes(self.groups)
             local, rows = take_part(x, -3, tuple(each * count for count in groups), self.axis)
         out = _convolve(self, local, self.bias, groups=max(1, self.groups // self.axis.size))
-        return Spread(out, -3, self.sizes, self.axis, rows) if self.gather else out
+        return ShardedActivation(out, -3, self.sizes, self.axis, rows) if self.gather else out
 
 
-class RowConv2d(nn.Conv2d):
+class RowParallelConv2d(nn.Conv2d):
     """By input channels."""
 
     axis: SplitAxis
     sizes: Sizes
-    leave: Exit
+    leave: PartialSumOutput
 
     def forward(self, x: Any) -> Any:
         local, rows = take_part(x, -3, self.sizes, self.axis)
@@ -53,16 +60,16 @@ def _convolve(conv: nn.Conv2d, x: Tensor, bias: Tensor | None, groups: int) -> T
     return F.conv2d(x, conv.weight, bias, conv.stride, padding, conv.dilation, groups)
 
 
-def conv_pieces(module: nn.Conv2d, mark: Split, axis: SplitAxis) -> list[Piece]:
+def conv_pieces(module: nn.Conv2d, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     require_own_forward(module, nn.Conv2d)
     if mark.sequence:
-        raise Refused("has split(sequence=True), but a convolution has no sequence; leave it out")
+        raise UnsplittableError("has split(sequence=True), but a convolution has no sequence; leave it out")
     by_row = mark.how == "row"
     ranges = ranges_of(module.in_channels if by_row else module.out_channels, mark, axis)
     if min(widths(ranges)) == 0:
-        raise Refused(f"has fewer channels than the {axis.size} devices it would be split over")
+        raise UnsplittableError(f"has fewer channels than the {axis.size} devices it would be split over")
     if module.groups > 1 and (by_row or module.groups % axis.size or mark.weights):
-        raise Refused(
+        raise UnsplittableError(
             f"has groups={module.groups}, which {axis.size} devices can share only by whole groups: a multiple of the "
             "number of devices, split by columns, without weights"
         )
@@ -70,5 +77,13 @@ def conv_pieces(module: nn.Conv2d, mark: Split, axis: SplitAxis) -> list[Piece]:
     facts: dict[str, Any] = {"axis": axis, "sizes": widths(ranges)}
     if by_row:
         require_gather(mark, "a layer split by rows")
-        return [Piece(module, RowConv2d, {**facts, "leave": Exit(mark, axis)}, {"weight": {1: mine}})]
-    return [Piece(module, ColumnConv2d, {**facts, "gather": mark.gather}, {"weight": {0: mine}, "bias": {0: mine}})]
+        return [
+            SplitSpec(
+                module, RowParallelConv2d, {**facts, "leave": PartialSumOutput(mark, axis)}, {"weight": {1: mine}}
+            )
+        ]
+    return [
+        SplitSpec(
+            module, ColumnParallelConv2d, {**facts, "gather": mark.gather}, {"weight": {0: mine}, "bias": {0: mine}}
+        )
+    ]

@@ -19,7 +19,7 @@ from echelon.distributed.collectives import all_gather
 from echelon.parallel.tensor.mappings import own_rows
 from echelon.parallel.tensor.pointwise_rules import Args, Named, named, rule
 from echelon.parallel.tensor.pointwise_rules import Function as TorchFunction
-from echelon.parallel.tensor.sharded_activation import Spread
+from echelon.parallel.tensor.sharded_activation import ShardedActivation
 from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.parallel.tensor.split_collectives import gather, own
 
@@ -32,7 +32,7 @@ def cross_entropy(name: str, func: TorchFunction, args: Args, kwargs: Named) -> 
     given = named(_NAMES, args, kwargs)
     logits, target = given["input"], given["target"]
     unusual = given.get("size_average") is not None or given.get("reduce") is not None
-    if not isinstance(logits, Spread) or not isinstance(target, Tensor) or unusual:
+    if not isinstance(logits, ShardedActivation) or not isinstance(target, Tensor) or unusual:
         return NotImplemented
     classes = 0 if logits.dim() == 1 else 1
     shape = tuple(size for dim, size in enumerate(logits.shape) if dim != classes)
@@ -54,7 +54,7 @@ class _Options(NamedTuple):
     smoothing: float
 
 
-def _loss(logits: Spread, target: Tensor, options: _Options) -> Tensor:
+def _loss(logits: ShardedActivation, target: Tensor, options: _Options) -> Tensor:
     axis, classes = logits.axis, logits.shape[logits.along]
     _check(target, classes, options.ignore_index)
     everyones = target if logits.rows is None else gather(target, 0, logits.rows, axis)
@@ -95,7 +95,9 @@ class _RowLosses(Function):
     """One loss a row, from this rank's columns ``z`` and everyone's sums."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, target: Tensor, counted: Tensor, options: _Options, logits: Spread) -> Tensor:
+    def forward(
+        ctx: Any, z: Tensor, target: Tensor, counted: Tensor, options: _Options, logits: ShardedActivation
+    ) -> Tensor:
         axis, begin = logits.axis, sum(logits.sizes[: logits.axis.rank])
         exact = z.to(torch.promote_types(z.dtype, torch.float32))
         here = (target >= begin) & (target < begin + z.shape[1])
@@ -125,7 +127,7 @@ class _RowLosses(Function):
 
 
 def _coefficients(
-    target: Tensor, counted: Tensor, options: _Options, logits: Spread, dtype: torch.dtype
+    target: Tensor, counted: Tensor, options: _Options, logits: ShardedActivation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``a``, and ``b`` as its two parts: that of the target's class, and that of every class here (smoothing only)."""
     classes, smoothing = logits.shape[logits.along], options.smoothing

@@ -10,19 +10,26 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.parallel.tensor.linear import Exit
-from echelon.parallel.tensor.sharded_activation import Spread
+from echelon.parallel.tensor.linear import PartialSumOutput
+from echelon.parallel.tensor.sharded_activation import ShardedActivation
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
 from echelon.parallel.tensor.split_collectives import gather, gather_rows
-from echelon.parallel.tensor.split_spec import Piece, Refused, ranges_of, require_gather, require_own_forward, widths
+from echelon.parallel.tensor.split_spec import (
+    SplitSpec,
+    UnsplittableError,
+    ranges_of,
+    require_gather,
+    require_own_forward,
+    widths,
+)
 from echelon.strategy.annotations.marks import Split
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding):
     axis: SplitAxis
     begin: int
     end: int
-    leave: Exit
+    leave: PartialSumOutput
 
     def forward(self, tokens: Tensor) -> Any:
         tokens, rows = _everyones(tokens, self.axis)
@@ -48,7 +55,7 @@ class VocabularyEmbedding(nn.Embedding):
         )
 
 
-class ColumnEmbedding(nn.Embedding):
+class ColumnParallelEmbedding(nn.Embedding):
     axis: SplitAxis
     sizes: Sizes
     gather: bool
@@ -56,7 +63,7 @@ class ColumnEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Any:
         tokens, rows = _everyones(tokens, self.axis)
         local = F.embedding(tokens, self.weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
-        return Spread(local, -1, self.sizes, self.axis, rows) if self.gather else local
+        return ShardedActivation(local, -1, self.sizes, self.axis, rows) if self.gather else local
 
 
 def _everyones(tokens: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
@@ -67,17 +74,19 @@ def _everyones(tokens: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
     return gather(tokens, 0, rows, axis), rows
 
 
-def embedding_pieces(module: nn.Embedding, mark: Split, axis: SplitAxis) -> list[Piece]:
+def embedding_pieces(module: nn.Embedding, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     require_own_forward(module, nn.Embedding)
     if module.max_norm is not None:
-        raise Refused("has max_norm, which changes rows while they are looked up; normalize them yourself")
+        raise UnsplittableError("has max_norm, which changes rows while they are looked up; normalize them yourself")
     if mark.how == "column":
         ranges = ranges_of(module.embedding_dim, mark, axis)
         facts: dict[str, Any] = {"axis": axis, "sizes": widths(ranges), "gather": mark.gather}
-        return [Piece(module, ColumnEmbedding, facts, {"weight": {1: (ranges[axis.rank],)}})]
+        return [SplitSpec(module, ColumnParallelEmbedding, facts, {"weight": {1: (ranges[axis.rank],)}})]
     require_gather(mark, "an embedding split over its vocabulary")
     if module.scale_grad_by_freq:
-        raise Refused('has scale_grad_by_freq, which cannot be split over the vocabulary; use split(how="column")')
+        raise UnsplittableError(
+            'has scale_grad_by_freq, which cannot be split over the vocabulary; use split(how="column")'
+        )
     begin, end = ranges_of(module.num_embeddings, mark, axis)[axis.rank]
-    facts = {"axis": axis, "begin": begin, "end": end, "leave": Exit(mark, axis)}
-    return [Piece(module, VocabularyEmbedding, facts, {"weight": {0: ((begin, end),)}})]
+    facts = {"axis": axis, "begin": begin, "end": end, "leave": PartialSumOutput(mark, axis)}
+    return [SplitSpec(module, VocabParallelEmbedding, facts, {"weight": {0: ((begin, end),)}})]

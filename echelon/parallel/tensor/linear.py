@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
-from echelon.parallel.tensor.mappings import leave_by_sum, leave_to_part
-from echelon.parallel.tensor.sharded_activation import Spread, take_in, take_part
+from echelon.parallel.tensor.mappings import reduce_from_split, reduce_scatter_to_split
+from echelon.parallel.tensor.sharded_activation import ShardedActivation, take_in, take_part
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
-from echelon.parallel.tensor.split_spec import Piece, ranges_of, require_gather, require_own_forward, widths
+from echelon.parallel.tensor.split_spec import SplitSpec, ranges_of, require_gather, require_own_forward, widths
 from echelon.strategy.annotations.marks import Split
 
 
-class Exit:
+class PartialSumOutput:
     """How a layer whose ranks hold addends hands on their sum: whole, or each rank its part of the sequence."""
 
     def __init__(self, mark: Split, axis: SplitAxis) -> None:
@@ -27,22 +27,22 @@ class Exit:
     def __call__(self, local: Tensor, rows: Sizes | None, bias: Tensor | None) -> Any:
         """``bias`` is added once, after the sum."""
         if not self._sequence:
-            return _plus(leave_by_sum(local, rows, self._axis), bias)
+            return _plus(reduce_from_split(local, rows, self._axis), bias)
         if local.dim() < 3:
             raise UsageError(
                 f"split(sequence=True) cuts dimension 1, but the activations are {local.dim()}-dimensional; "
                 "leave sequence out, or give batch x sequence x features"
             )
         sizes = self._axis.sizes(local.shape[1], self._weights)
-        part = leave_to_part(local, 1, sizes, self._axis)
-        return Spread(_plus(part, bias), 1, sizes, self._axis)
+        part = reduce_scatter_to_split(local, 1, sizes, self._axis)
+        return ShardedActivation(_plus(part, bias), 1, sizes, self._axis)
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
-class ColumnLinear(nn.Linear):
+class ColumnParallelLinear(nn.Linear):
     axis: SplitAxis
     sizes: Sizes
     gather: bool
@@ -51,13 +51,13 @@ class ColumnLinear(nn.Linear):
         entered, rows = take_in(x, self.axis)
         local = F.linear(entered, self.weight, self.bias)
         self.axis.memory.parts_about |= not self.gather
-        return Spread(local, -1, self.sizes, self.axis, rows) if self.gather else local
+        return ShardedActivation(local, -1, self.sizes, self.axis, rows) if self.gather else local
 
 
-class RowLinear(nn.Linear):
+class RowParallelLinear(nn.Linear):
     axis: SplitAxis
     sizes: Sizes
-    leave: Exit
+    leave: PartialSumOutput
 
     def forward(self, x: Any) -> Any:
         local, rows = self._part(x)
@@ -83,19 +83,19 @@ def known_rows(local: Tensor, axis: SplitAxis) -> Sizes | None:
     return rows
 
 
-def linear_pieces(module: nn.Linear, mark: Split, axis: SplitAxis) -> list[Piece]:
+def linear_pieces(module: nn.Linear, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     require_own_forward(module, nn.Linear)
     if mark.how == "row":
         return [row_linear(module, mark, axis)]
     ranges = ranges_of(module.out_features, mark, axis)
     mine = {0: (ranges[axis.rank],)}
     facts = {"axis": axis, "sizes": widths(ranges), "gather": mark.gather}
-    return [Piece(module, ColumnLinear, facts, {"weight": mine, "bias": mine})]
+    return [SplitSpec(module, ColumnParallelLinear, facts, {"weight": mine, "bias": mine})]
 
 
-def row_linear(module: nn.Linear, mark: Split, axis: SplitAxis) -> Piece:
+def row_linear(module: nn.Linear, mark: Split, axis: SplitAxis) -> SplitSpec:
     require_gather(mark, "a layer split by rows")
     ranges = ranges_of(module.in_features, mark, axis)
-    facts = {"axis": axis, "sizes": widths(ranges), "leave": Exit(mark, axis)}
+    facts = {"axis": axis, "sizes": widths(ranges), "leave": PartialSumOutput(mark, axis)}
     partial = ("bias",) if mark.sequence and module.bias is not None else ()
-    return Piece(module, RowLinear, facts, {"weight": {1: (ranges[axis.rank],)}}, partial)
+    return SplitSpec(module, RowParallelLinear, facts, {"weight": {1: (ranges[axis.rank],)}}, partial)

@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
-from echelon.parallel.tensor.split_collectives import gather, gather_rows, own, scatter_total, swap, total
+from echelon.parallel.tensor.split_collectives import (
+    gather,
+    gather_rows,
+    own,
+    split_all_reduce,
+    split_all_to_all,
+    split_reduce_scatter,
+)
 
 Movement = Callable[[Tensor], Tensor]
 
@@ -53,7 +60,7 @@ def _same(x: Tensor) -> Tensor:
     return x.detach()  # not a view: what is remembered of x must not keep x alive
 
 
-def enter(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
+def copy_to_split(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
     """A plain tensor on its way into a layer that needs all of it, and in spread mode the rows of every rank."""
     x = lower(x)
     if not axis.spread:
@@ -65,41 +72,41 @@ def enter(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
 
 def move_rows(x: Tensor, rows: Sizes, axis: SplitAxis) -> Tensor:
     """The rows of every rank; backward, the sum of every rank's gradients for the rows of this one."""
-    return move(x, *_there_and_back(gather, scatter_total, 0, rows, axis))
+    return move(x, *_there_and_back(gather, split_reduce_scatter, 0, rows, axis))
 
 
 def used_in_parts(x: Tensor, axis: SplitAxis) -> Tensor:
     """A plain tensor that is equal on all ranks, of which each uses all for its part: gradients are added up."""
-    return move(x, _same, partial(total, axis=axis))
+    return move(x, _same, partial(split_all_reduce, axis=axis))
 
 
 def enter_split(local: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     """The parts of all ranks, on their way into a layer that needs the whole of them: a gather and an entrance in one,
     whose backward is a reduce-scatter where apart they would cost a sum."""
-    return move(lower(local), *_there_and_back(gather, scatter_total, dim, sizes, axis))
+    return move(lower(local), *_there_and_back(gather, split_reduce_scatter, dim, sizes, axis))
 
 
-def leave_by_sum(local: Tensor, rows: Sizes | None, axis: SplitAxis) -> Tensor:
+def reduce_from_split(local: Tensor, rows: Sizes | None, axis: SplitAxis) -> Tensor:
     """Every rank holds an addend of the result; the result, in spread mode of this rank's rows only."""
     if rows is None:
-        return move(local, partial(total, axis=axis), _same)
-    return move(local, *_there_and_back(scatter_total, gather, 0, rows, axis))
+        return move(local, partial(split_all_reduce, axis=axis), _same)
+    return move(local, *_there_and_back(split_reduce_scatter, gather, 0, rows, axis))
 
 
-def leave_to_part(local: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
+def reduce_scatter_to_split(local: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     """Every rank holds an addend; this rank's part of the result along ``dim``."""
-    return move(local, *_there_and_back(scatter_total, gather, dim, sizes, axis))
+    return move(local, *_there_and_back(split_reduce_scatter, gather, dim, sizes, axis))
 
 
-def gathered(local: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis: SplitAxis) -> Tensor:
+def gather_from_split(local: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis: SplitAxis) -> Tensor:
     """The whole, in spread mode of this rank's rows."""
     if rows is None:
         return move(local, *_there_and_back(gather, _own_copy, dim, sizes, axis))
     return move(local, *_rows_for_parts(dim, sizes, rows, axis))
 
 
-def sliced(x: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis: SplitAxis) -> Tensor:
-    """This rank's part of a whole, in spread mode for all ranks' rows. The way back is ``gathered``'s way there."""
+def scatter_to_split(x: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis: SplitAxis) -> Tensor:
+    """Return this rank's part of a whole, in spread mode for all ranks' rows. Backward is ``gather_from_split``."""
     if rows is None:
         return move(x, *_there_and_back(_own_copy, gather, dim, sizes, axis))
     back, there = _rows_for_parts(dim, sizes, rows, axis)
@@ -136,6 +143,6 @@ def _there_and_back(
 
 
 def _rows_for_parts(dim: int, sizes: Sizes, rows: Sizes, axis: SplitAxis) -> tuple[Movement, Movement]:
-    there = partial(swap, cut=0, cut_sizes=rows, join=dim, join_sizes=sizes, axis=axis)
-    back = partial(swap, cut=dim, cut_sizes=sizes, join=0, join_sizes=rows, axis=axis)
+    there = partial(split_all_to_all, cut=0, cut_sizes=rows, join=dim, join_sizes=sizes, axis=axis)
+    back = partial(split_all_to_all, cut=dim, cut_sizes=sizes, join=0, join_sizes=rows, axis=axis)
     return there, back

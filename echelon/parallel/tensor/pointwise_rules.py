@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from echelon.parallel.tensor.mappings import sliced, used_in_parts
-from echelon.parallel.tensor.rng import own_chance
-from echelon.parallel.tensor.sharded_activation import RULES, Rule, Spread
+from echelon.parallel.tensor.mappings import scatter_to_split, used_in_parts
+from echelon.parallel.tensor.rng import rank_local_rng
+from echelon.parallel.tensor.sharded_activation import RULES, Rule, ShardedActivation
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -71,13 +71,13 @@ def pointwise(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _is_spread(leaf: Any) -> bool:
-    return isinstance(leaf, Spread)
+    return isinstance(leaf, ShardedActivation)
 
 
-def _lead(leaves: list[Any]) -> Spread | None:
+def _lead(leaves: list[Any]) -> ShardedActivation | None:
     """The Spread that has the shape of the result; there may be none, when all are stretched."""
-    spreads = [leaf for leaf in leaves if isinstance(leaf, Spread)]
-    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Spread | Tensor)]
+    spreads = [leaf for leaf in leaves if isinstance(leaf, ShardedActivation)]
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, ShardedActivation | Tensor)]
     try:
         result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -85,9 +85,9 @@ def _lead(leaves: list[Any]) -> Spread | None:
     return next((spread for spread in spreads if spread.shape == result), None)
 
 
-def _part_for(leaf: Any, lead: Spread) -> Any:
+def _part_for(leaf: Any, lead: ShardedActivation) -> Any:
     """The part of ``leaf`` that meets the part of ``lead``."""
-    if isinstance(leaf, Spread):
+    if isinstance(leaf, ShardedActivation):
         if leaf.cut_like(lead):
             return leaf.local
         leaf = leaf.whole()
@@ -99,10 +99,10 @@ def _part_for(leaf: Any, lead: Spread) -> Any:
         return _parameter_part(leaf, lead, None if stretched else at)
     if stretched:
         return used_in_parts(leaf, lead.axis) if leaf.requires_grad else leaf
-    return sliced(leaf, at, lead.sizes, None, lead.axis)
+    return scatter_to_split(leaf, at, lead.sizes, None, lead.axis)
 
 
-def _parameter_part(leaf: Tensor, lead: Spread, at: int | None) -> Any:
+def _parameter_part(leaf: Tensor, lead: ShardedActivation, at: int | None) -> Any:
     """In spread mode ``lead`` has the rows of all ranks, so only what is surely equal on all of them may meet it: a
     parameter. Its gradient is then a part of the whole one, as those of all parameters outside split layers."""
     if not isinstance(leaf, nn.Parameter) or (leaf.dim() == lead.dim() and leaf.shape[0] != 1):
@@ -110,7 +110,7 @@ def _parameter_part(leaf: Tensor, lead: Spread, at: int | None) -> Any:
     return leaf if at is None else leaf.narrow(at, sum(lead.sizes[: lead.axis.rank]), lead.sizes[lead.axis.rank])
 
 
-def _on_part(lead: Spread, compute: Callable[[], Any]) -> Any:
+def _on_part(lead: ShardedActivation, compute: Callable[[], Any]) -> Any:
     before = _version(lead.local)
     result = compute()
     if _version(lead.local) != before:
@@ -129,7 +129,7 @@ def random(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     if not _is_spread(x):
         return NotImplemented
     training = kwargs.get("training", rest[1] if len(rest) > 1 else True)
-    with own_chance(x.axis, x.device, wanted=bool(training)):
+    with rank_local_rng(x.axis, x.device, wanted=bool(training)):
         return _on_part(x, lambda: func(x.local, *rest, **kwargs))
 
 
@@ -142,7 +142,7 @@ def cast(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     return _on_part(x, lambda: func(x.local, *rest, **kwargs))
 
 
-def _free(x: Spread, dims: list[int]) -> bool:
+def _free(x: ShardedActivation, dims: list[int]) -> bool:
     """Whether each rank has all of ``x`` along ``dims`` (in spread mode nobody has all rows of one batch only)."""
     dims = [dim % x.dim() for dim in dims]
     return x.along not in dims and (x.rows is None or 0 not in dims)
@@ -152,7 +152,7 @@ def _free(x: Spread, dims: list[int]) -> bool:
 def softmax(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     x = args[0] if args else kwargs.get("input")
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not isinstance(x, Spread) or not args or not isinstance(dim, int) or not _free(x, [dim]):
+    if not isinstance(x, ShardedActivation) or not args or not isinstance(dim, int) or not _free(x, [dim]):
         return NotImplemented
     return x.like(func(x.local, *args[1:], **kwargs))
 
@@ -160,7 +160,7 @@ def softmax(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 @rule(NORMS)
 def norm(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    if not isinstance(x, Spread) or not _free(x, list(range(x.dim() - len(shape), x.dim()))):
+    if not isinstance(x, ShardedActivation) or not _free(x, list(range(x.dim() - len(shape), x.dim()))):
         return NotImplemented
     # Each rank sees a part of the positions, so the gradients of the weights are sums over ranks.
     args, kwargs = pytree.tree_map_only(Tensor, lambda p: p if x.rows else used_in_parts(p, x.axis), (args[1:], kwargs))
@@ -171,7 +171,7 @@ def norm(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 def reduction(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     dims = [dims] if isinstance(dims, int) else dims
-    if not isinstance(x, Spread) or not dims or not _free(x, list(dims)):
+    if not isinstance(x, ShardedActivation) or not dims or not _free(x, list(dims)):
         return NotImplemented
     result = func(x.local, *args[1:], **kwargs)
     gone = sum(dim % x.dim() < x.along for dim in dims) if result.dim() < x.dim() else 0
@@ -182,7 +182,7 @@ def reduction(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Channel by channel."""
     x = args[0]
-    if not isinstance(x, Spread) or x.dim() != 4 or x.along != 1 or kwargs.get("return_indices"):
+    if not isinstance(x, ShardedActivation) or x.dim() != 4 or x.along != 1 or kwargs.get("return_indices"):
         return NotImplemented
     return x.like(func(x.local, *args[1:], **kwargs))
 
@@ -191,7 +191,12 @@ def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Products of matrices of which each rank has some: heads of attention."""
     a, b = (*args, None)[:2]
-    if not isinstance(a, Spread) or not isinstance(b, Spread) or not a.cut_like(b) or a.along >= a.dim() - 2:
+    if (
+        not isinstance(a, ShardedActivation)
+        or not isinstance(b, ShardedActivation)
+        or not a.cut_like(b)
+        or a.along >= a.dim() - 2
+    ):
         return NotImplemented
     return a.like(func(a.local, b.local))
 
@@ -201,16 +206,18 @@ def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Heads are attended to where they are."""
     given = named(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, kwargs)
     q, k, v = (given.pop(each) for each in ("query", "key", "value"))
-    if not all(isinstance(x, Spread) and x.dim() == 4 and x.along == 1 and _same_heads(x, q) for x in (q, k, v)):
+    if not all(
+        isinstance(x, ShardedActivation) and x.dim() == 4 and x.along == 1 and _same_heads(x, q) for x in (q, k, v)
+    ):
         return NotImplemented
     mask = given.pop("attn_mask", None)
-    if isinstance(mask, Spread):
+    if isinstance(mask, ShardedActivation):
         mask = mask.local if mask.cut_like(q) else mask.whole()
     elif mask is not None and mask.dim() > 2:
         mask = _mask_part(mask, q)
     if mask is NotImplemented or not min(q.sizes):
         return NotImplemented
-    with own_chance(q.axis, q.device, wanted=given.get("dropout_p", 0.0) > 0):
+    with rank_local_rng(q.axis, q.device, wanted=given.get("dropout_p", 0.0) > 0):
         return q.like(func(q.local, k.local, v.local, attn_mask=mask, **given))
 
 
@@ -218,23 +225,23 @@ def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 def packed(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     """Heads of packed sequences, too. Rows of other ranks are other sequences, so these are brought home first."""
     q, k, v, bounds = args
-    if not all(isinstance(x, Spread) and x.dim() == 3 and x.along == 1 and x.cut_like(q) for x in (q, k, v)):
+    if not all(isinstance(x, ShardedActivation) and x.dim() == 3 and x.along == 1 and x.cut_like(q) for x in (q, k, v)):
         return NotImplemented
     if q.rows is not None or not min(q.sizes):
         return NotImplemented
-    with own_chance(q.axis, q.device, wanted=kwargs.get("dropout", 0.0) > 0):
+    with rank_local_rng(q.axis, q.device, wanted=kwargs.get("dropout", 0.0) > 0):
         return q.like(func(q.local, k.local, v.local, bounds, **kwargs))
 
 
-def _same_heads(x: Spread, q: Spread) -> bool:
+def _same_heads(x: ShardedActivation, q: ShardedActivation) -> bool:
     """Whether each rank has the heads of ``x`` that its queries are for; several queries' may share one."""
     return all(size * q.shape[1] == other * x.shape[1] for size, other in zip(x.sizes, q.sizes, strict=True))
 
 
-def _mask_part(mask: Tensor, q: Spread) -> Any:
+def _mask_part(mask: Tensor, q: ShardedActivation) -> Any:
     if q.rows is not None:
         return NotImplemented
     heads = mask.dim() - 3
     if mask.shape[heads] == 1 != q.shape[1]:
         return used_in_parts(mask, q.axis) if mask.requires_grad else mask
-    return sliced(mask, heads, q.sizes, None, q.axis)
+    return scatter_to_split(mask, heads, q.sizes, None, q.axis)

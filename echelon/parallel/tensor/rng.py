@@ -20,7 +20,7 @@ from echelon.parallel.tensor.split_axis import SplitAxis
 
 
 @contextlib.contextmanager
-def own_chance(axis: SplitAxis, device: torch.device, wanted: bool = True) -> Iterator[None]:
+def rank_local_rng(axis: SplitAxis, device: torch.device, wanted: bool = True) -> Iterator[None]:
     """Within, random numbers on ``device`` are this rank's own; ``wanted`` must be equal on all ranks."""
     if axis.size == 1 or not wanted:
         yield

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from echelon.base.errors import UsageError
-from echelon.parallel.tensor.rng import own_chance
+from echelon.parallel.tensor.rng import rank_local_rng
 from echelon.parallel.tensor.sharded_activation import slice_up
 from echelon.parallel.tensor.split_axis import SplitAxis
-from echelon.parallel.tensor.split_spec import Piece, Refused, ranges_of, require_gather
+from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, ranges_of, require_gather
 from echelon.strategy.annotations.marks import Split
 
 _LAYER_NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -34,7 +34,7 @@ _NOT_POSITIONWISE = (
 )
 
 
-class Positionwise(nn.Module):
+class SequenceParallelMixin(nn.Module):
     """Mixed into any module of one input; its parameters' gradients are then sums over ranks."""
 
     axis: SplitAxis
@@ -43,7 +43,7 @@ class Positionwise(nn.Module):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         part = slice_up(self._checked(x), 1, self.axis, self.mark.weights)
-        with own_chance(self.axis, part.device, wanted=self.draws and self.training):
+        with rank_local_rng(self.axis, part.device, wanted=self.draws and self.training):
             local = super().forward(part.local, *args, **kwargs)
         return part.like(local)
 
@@ -57,12 +57,16 @@ class Positionwise(nn.Module):
         return x
 
 
-def sequence_pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[Piece]:
+def sequence_pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     require_gather(mark, "a sequence layer")
     ranges_of(axis.size, mark, axis)
     mixing = [type(child).__name__ for child in module.modules() if isinstance(child, _NOT_POSITIONWISE)]
     if mixing:
-        raise Refused(f'treats positions together ({mixing[0]}), so split(how="sequence") cannot cut them apart')
+        raise UnsplittableError(
+            f'treats positions together ({mixing[0]}), so split(how="sequence") cannot cut them apart'
+        )
     draws = any(isinstance(child, _DROPOUTS) for child in module.modules())
     facts = {"axis": axis, "mark": mark, "draws": draws}
-    return [Piece(module, Positionwise, facts, partial=tuple(name for name, _ in module.named_parameters()))]
+    return [
+        SplitSpec(module, SequenceParallelMixin, facts, partial=tuple(name for name, _ in module.named_parameters()))
+    ]

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from echelon.parallel.tensor.mappings import enter, enter_split, gathered, lower, lowered, sliced
+from echelon.parallel.tensor.mappings import (
+    copy_to_split,
+    enter_split,
+    gather_from_split,
+    lower,
+    lowered,
+    scatter_to_split,
+)
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
 from echelon.parallel.tensor.split_collectives import gather_rows
 
@@ -24,7 +31,7 @@ Rule = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
 
 
-class Spread:
+class ShardedActivation:
     """``local`` is this rank's part along dimension ``along``; ``sizes`` are the widths of all ranks' parts.
 
     In spread mode ``local`` has the rows (dimension 0) of all ranks, ``rows`` each; to the user it has this rank's.
@@ -35,18 +42,18 @@ class Spread:
         self.along = along % local.dim()
         self._whole: tuple[bool, Tensor] | None = None
 
-    def like(self, local: Tensor, along: int | None = None) -> Spread:
+    def like(self, local: Tensor, along: int | None = None) -> ShardedActivation:
         """Another tensor cut in the same way."""
-        return Spread(local, self.along if along is None else along, self.sizes, self.axis, self.rows)
+        return ShardedActivation(local, self.along if along is None else along, self.sizes, self.axis, self.rows)
 
-    def cut_like(self, other: Spread) -> bool:
+    def cut_like(self, other: ShardedActivation) -> bool:
         return (self.dim(), self.along, self.sizes, self.rows) == (other.dim(), other.along, other.sizes, other.rows)
 
     def whole(self) -> Tensor:
         """All of it as a plain tensor, in spread mode of this rank's rows. Gathered once."""
         grad = torch.is_grad_enabled()
         if self._whole is None or self._whole[0] != grad:
-            self._whole = (grad, gathered(self.local, self.along, self.sizes, self.rows, self.axis))
+            self._whole = (grad, gather_from_split(self.local, self.along, self.sizes, self.rows, self.axis))
         return self._whole[1]
 
     def changed(self) -> None:
@@ -135,8 +142,8 @@ class Spread:
 
 
 def _method(function: Callable[..., Any]) -> Any:
-    def method(self: Spread, *args: Any, **kwargs: Any) -> Any:
-        return Spread.__torch_function__(function, (Spread,), (self, *args), kwargs)
+    def method(self: ShardedActivation, *args: Any, **kwargs: Any) -> Any:
+        return ShardedActivation.__torch_function__(function, (ShardedActivation,), (self, *args), kwargs)
 
     return method
 
@@ -148,7 +155,7 @@ OPERATORS = [
     *("eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "bool", "float", "int", "index", "contains"),
 ]
 for _name in OPERATORS:
-    setattr(Spread, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
+    setattr(ShardedActivation, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
 
 
 def whole(tree: Any) -> Any:
@@ -156,15 +163,17 @@ def whole(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree
     return pytree.tree_map(
-        lambda leaf: leaf.whole() if isinstance(leaf, Spread) else leaf, tree, is_leaf=lambda x: isinstance(x, Spread)
+        lambda leaf: leaf.whole() if isinstance(leaf, ShardedActivation) else leaf,
+        tree,
+        is_leaf=lambda x: isinstance(x, ShardedActivation),
     )
 
 
 # Tools that look for tensors (recomputation, say) find the part in it.
 pytree.register_pytree_node(
-    Spread,
+    ShardedActivation,
     lambda spread: ([spread.local], (spread.along, spread.sizes, spread.axis, spread.rows)),
-    lambda parts, facts: Spread(next(iter(parts)), *facts),
+    lambda parts, facts: ShardedActivation(next(iter(parts)), *facts),
 )
 
 
@@ -176,10 +185,10 @@ def take_in(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
 
     Layers that are fed the same tensor one after the other share one entrance.
     """
-    if isinstance(x, Spread) and x.has_whole and not axis.spread:
+    if isinstance(x, ShardedActivation) and x.has_whole and not axis.spread:
         x = x.whole()
-    origin = x.local if isinstance(x, Spread) else x
-    facts = (type(x), lowered(origin), x.along if isinstance(x, Spread) else None)
+    origin = x.local if isinstance(x, ShardedActivation) else x
+    facts = (type(x), lowered(origin), x.along if isinstance(x, ShardedActivation) else None)
     found = axis.memory.find(origin, *facts)
     if found is None:
         found = _enter(x, axis)
@@ -189,26 +198,26 @@ def take_in(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
 
 
 def _enter(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
-    if isinstance(x, Spread):
+    if isinstance(x, ShardedActivation):
         return enter_split(x.local, x.along, x.sizes, axis), x.rows
-    return enter(x, axis)
+    return copy_to_split(x, axis)
 
 
 def take_part(x: Any, along: int, sizes: Sizes, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
     """This rank's part of ``x`` along a dimension, for a layer that holds a part of the inputs."""
     along %= x.dim()
-    if isinstance(x, Spread):
+    if isinstance(x, ShardedActivation):
         if (x.along, x.sizes) == (along, sizes):
             return x.local, x.rows
         x = x.whole()
     rows = gather_rows(x, axis) if axis.spread else None
-    return sliced(lower(x), along, sizes, rows, axis), rows
+    return scatter_to_split(lower(x), along, sizes, rows, axis), rows
 
 
-def slice_up(x: Any, along: int, axis: SplitAxis, weights: tuple[float, ...] | None = None) -> Spread:
+def slice_up(x: Any, along: int, axis: SplitAxis, weights: tuple[float, ...] | None = None) -> ShardedActivation:
     """``x`` as a Spread along a dimension; as it is when it is one already."""
-    if isinstance(x, Spread) and x.along == along:
+    if isinstance(x, ShardedActivation) and x.along == along:
         return x
     x = whole(x)
     sizes = axis.sizes(x.shape[along], weights)
-    return Spread(sliced(x, along, sizes, None, axis), along, sizes, axis)
+    return ShardedActivation(scatter_to_split(x, along, sizes, None, axis), along, sizes, axis)

@@ -15,7 +15,7 @@ from echelon.distributed.tensor_layout import Range, shares
 Sizes = tuple[int, ...]  # along one dimension, one for each rank of the axis
 
 
-class Memory:
+class SplitInputCache:
     """The tensor that entered a split layer last, by identity of what it was made from.
 
     Query, key and value projections are fed the same tensor: entering it once gives them one sum of gradients together.
@@ -59,7 +59,7 @@ class SplitAxis:
     rank: int
     size: int
     spread: bool = False
-    memory: Memory = field(default_factory=Memory, compare=False, repr=False)
+    memory: SplitInputCache = field(default_factory=SplitInputCache, compare=False, repr=False)
 
     def ranges(self, total: int, weights: tuple[float, ...] | None = None) -> list[Range]:
         """Every rank's part of ``total``."""

@@ -23,7 +23,7 @@ def own(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank])
 
 
-def total(x: Tensor, axis: SplitAxis) -> Tensor:
+def split_all_reduce(x: Tensor, axis: SplitAxis) -> Tensor:
     """The sum of every rank's ``x``."""
     if axis.group is None or x.numel() == 0:
         return x.detach()
@@ -48,7 +48,7 @@ def gather(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
 
 
-def scatter_total(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
+def split_reduce_scatter(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     """This rank's part along ``dim`` of the sum of every rank's ``x``."""
     if axis.group is None:
         return x.detach()
@@ -63,7 +63,7 @@ def scatter_total(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
     return torch.stack(_hand_out(sent, [sent[axis.rank].shape] * axis.size, axis)).sum(0)
 
 
-def swap(x: Tensor, cut: int, cut_sizes: Sizes, join: int, join_sizes: Sizes, axis: SplitAxis) -> Tensor:
+def split_all_to_all(x: Tensor, cut: int, cut_sizes: Sizes, join: int, join_sizes: Sizes, axis: SplitAxis) -> Tensor:
     """Deal the parts of ``x`` along ``cut`` out to the ranks; what comes back is joined along ``join``.
 
     From "all rows, my columns" to "my rows, all columns", or the other way round.

@@ -12,21 +12,26 @@ from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Layout
 from echelon.nn.moe import MoE
 from echelon.parallel.expert.split_moe import moe_pieces
-from echelon.parallel.tensor.attention import attention_pieces
 from echelon.parallel.tensor.autograd_functions import gather_for_functions
-from echelon.parallel.tensor.block import Block, layer_pieces, sequential_pieces, stack_pieces
 from echelon.parallel.tensor.conv import conv_pieces
 from echelon.parallel.tensor.embedding import embedding_pieces
+from echelon.parallel.tensor.head_attention import attention_pieces
 from echelon.parallel.tensor.linear import linear_pieces
 from echelon.parallel.tensor.sequence import sequence_pieces
 from echelon.parallel.tensor.sharded_activation import whole
 from echelon.parallel.tensor.split_axis import SplitAxis
-from echelon.parallel.tensor.split_spec import Piece, Refused, refuse_sequence_of_spread
+from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, refuse_sequence_of_spread
+from echelon.parallel.tensor.transformer_layer import (
+    SplitTransformerLayer,
+    layer_pieces,
+    sequential_pieces,
+    stack_pieces,
+)
 from echelon.plan.batch_norms import BatchNorm
 from echelon.strategy.annotations.marks import Split
 
 
-class Applied(NamedTuple):
+class AppliedSplit(NamedTuple):
     """``layouts`` of the parameters that were cut, by their full names (a tied one under its first), and the names of
     whole parameters whose gradients are partial over the split axis (``partial``)."""
 
@@ -34,7 +39,7 @@ class Applied(NamedTuple):
     partial: set[str]
 
 
-def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> Applied:
+def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> AppliedSplit:
     """Cut the marked modules of ``model`` in place. All ranks of the axis hold the same whole weights before.
 
     Parameters stay the objects they are, with this rank's part as their data.
@@ -53,14 +58,14 @@ def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
     for module in model.modules():
         _prepare_bystander(module)
     partial_names = {names[id(piece.module.get_parameter(each))] for piece in pieces for each in piece.partial}
-    return Applied(layouts, partial_names)
+    return AppliedSplit(layouts, partial_names)
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why ``module`` cannot be split as a whole by ``Split()``; ``None`` when it can."""
     try:
         _pieces(module, Split(), SplitAxis(None, 0, 1))
-    except Refused as refusal:
+    except UnsplittableError as refusal:
         return f"{type(module).__name__} {refusal}"
     return None
 
@@ -68,19 +73,19 @@ def why_not(module: nn.Module) -> str | None:
 # ---- which module is split how ----
 
 
-def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[Piece]:
+def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     if "axis" in type(module).__dict__:
-        raise Refused("is split already; build the model anew")
+        raise UnsplittableError("is split already; build the model anew")
     refuse_sequence_of_spread(mark, axis)
     if mark.how == "sequence":
         return sequence_pieces(module, mark, axis)
     for kind, planner in _PLANNERS.items():
         if isinstance(module, kind):
-            made: list[Piece] = planner(module, mark, axis)
+            made: list[SplitSpec] = planner(module, mark, axis)
             return made
     inside = _splittable(module)
     hint = f"; mark what is inside it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else ""
-    raise Refused(f"cannot be split; {', '.join(kind.__name__ for kind in _PLANNERS)} can{hint}")
+    raise UnsplittableError(f"cannot be split; {', '.join(kind.__name__ for kind in _PLANNERS)} can{hint}")
 
 
 _PLANNERS: dict[type[nn.Module], Any] = {
@@ -108,19 +113,19 @@ def _splittable(module: nn.Module, prefix: str = "") -> list[str]:
 # ---- all of a model's ----
 
 
-def _all_pieces(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> list[Piece]:
+def _all_pieces(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> list[SplitSpec]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    pieces: dict[int, Piece] = {}  # by module: a shared one has several names
+    pieces: dict[int, SplitSpec] = {}  # by module: a shared one has several names
     for name, mark in marks.items():
         if name not in modules:
             raise UsageError(f"split: the model has no module '{name}'")
         try:
             for piece in _pieces(modules[name], mark, axis):
                 pieces.setdefault(id(piece.module), piece)
-        except Refused as refusal:
+        except UnsplittableError as refusal:
             raise UsageError(f"split: '{name}' ({type(modules[name]).__name__}) {refusal}") from None
     for layer in _with_shortcut(model, set(pieces)):
-        pieces[id(layer)] = Piece(layer, Block, {"axis": axis, "mark": Split()})
+        pieces[id(layer)] = SplitSpec(layer, SplitTransformerLayer, {"axis": axis, "mark": Split()})
     return list(pieces.values())
 
 
@@ -134,11 +139,13 @@ def _prepare_bystander(module: nn.Module) -> None:
     """What is not split itself, but meets what is."""
     if isinstance(module, BatchNorm):  # it may have an autograd function of its own, which takes tensors only
         module.register_forward_pre_hook(_gather_inputs)
-    if isinstance(module, nn.TransformerEncoder) and any(isinstance(layer, Block) for layer in module.layers):
+    if isinstance(module, nn.TransformerEncoder) and any(
+        isinstance(layer, SplitTransformerLayer) for layer in module.layers
+    ):
         module.use_nested_tensor = False  # such tensors know nothing of parts
 
 
-def _layouts(model: nn.Module, pieces: list[Piece], names: Mapping[int, str]) -> dict[str, Layout]:
+def _layouts(model: nn.Module, pieces: list[SplitSpec], names: Mapping[int, str]) -> dict[str, Layout]:
     layouts: dict[str, Layout] = {}
     owners: dict[int, set[int]] = {}  # of each cut parameter, the modules that know it is cut
     for piece in pieces:

@@ -15,12 +15,12 @@ from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.strategy.annotations.marks import Split
 
 
-class Refused(UsageError):
+class UnsplittableError(UsageError):
     """Why a module cannot be split; whoever knows its name puts that in front."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class SplitSpec:
     """``module`` becomes a ``kind`` with ``facts`` on its class; its parameters are cut.
 
     ``partial`` names whole parameters whose gradients every rank has a part of.
@@ -48,7 +48,9 @@ class Piece:
 def ranges_of(total: int, mark: Split, axis: SplitAxis, unit: int = 1) -> list[Range]:
     """Every rank's part of ``total``, in whole ``unit``s."""
     if mark.weights is not None and len(mark.weights) != axis.size:
-        raise Refused(f"has split(weights=...) of {len(mark.weights)} numbers, but {axis.size} devices share it")
+        raise UnsplittableError(
+            f"has split(weights=...) of {len(mark.weights)} numbers, but {axis.size} devices share it"
+        )
     return [(begin * unit, end * unit) for begin, end in axis.ranges(total // unit, mark.weights)]
 
 
@@ -59,18 +61,18 @@ def widths(ranges: list[Range]) -> tuple[int, ...]:
 def require_own_forward(module: nn.Module, kind: type[nn.Module]) -> None:
     """What a subclass computes itself, we cannot replace without losing it."""
     if "forward" in module.__dict__ or type(module).forward is not kind.forward:
-        raise Refused(f"has a forward() of its own; only that of torch.nn.{kind.__name__} can be split")
+        raise UnsplittableError(f"has a forward() of its own; only that of torch.nn.{kind.__name__} can be split")
     if "weight" not in module._parameters:
-        raise Refused("has a parametrized weight; remove the parametrization")
+        raise UnsplittableError("has a parametrized weight; remove the parametrization")
 
 
 def require_gather(mark: Split, what: str) -> None:
     if not mark.gather:
-        raise Refused(f"has split(gather=False), but {what} has no part to hand on; leave gather out")
+        raise UnsplittableError(f"has split(gather=False), but {what} has no part to hand on; leave gather out")
 
 
 def refuse_sequence_of_spread(mark: Split, axis: SplitAxis) -> None:
     if axis.spread and (mark.sequence or mark.how == "sequence"):
-        raise Refused(
+        raise UnsplittableError(
             "cuts the sequence, but replicate beside split gives each device a batch of its own; drop one of them"
         )

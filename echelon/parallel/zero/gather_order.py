@@ -13,22 +13,22 @@ from typing import Literal
 
 import torch
 
-from echelon.parallel.zero.unit import Unit
-from echelon.parallel.zero.zero_collectives import Arrival, Exchange
+from echelon.parallel.zero.shard_unit import ShardUnit
+from echelon.parallel.zero.zero_collectives import Arrival, ShardCollectives
 
 Kind = Literal["forward", "backward"]
 
 
-class Passes:
+class GatherOrder:
     """Begins gathers. ``between`` is called while a gather that is waited for is under way."""
 
-    def __init__(self, units: Sequence[Unit], exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, units: Sequence[ShardUnit], exchange: ShardCollectives, device: torch.device) -> None:
         self._units, self._exchange, self._device = units, exchange, device
-        self._orders: dict[Kind, list[Unit]] = {"forward": list(units), "backward": list(reversed(units))}
+        self._orders: dict[Kind, list[ShardUnit]] = {"forward": list(units), "backward": list(reversed(units))}
         self._learned: set[Kind] = set()
         self.kind: Kind | None = None  #: of the pass that runs
         self._at = 0  # gathers of the order that were begun
-        self._ahead: Unit | None = None
+        self._ahead: ShardUnit | None = None
         self._needed: list[int] = []
         self._unwanted: list[Arrival] = []
         self.between: Callable[[], None] = lambda: None
@@ -37,7 +37,7 @@ class Passes:
         self._drop()
         self.kind, self._at, self._needed = kind, 0, []
 
-    def reach(self, unit: Unit) -> None:
+    def reach(self, unit: ShardUnit) -> None:
         """Make the unit whole."""
         self._needed.append(unit.number)
         if unit.coming is None:
@@ -60,7 +60,7 @@ class Passes:
             if kind not in self._learned:
                 self._learn(kind)
 
-    def _go_to(self, unit: Unit) -> None:
+    def _go_to(self, unit: ShardUnit) -> None:
         order = self._orders[self.kind] if self.kind else []
         if unit in order[self._at :]:
             self._forget_ahead()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import span
 from echelon.parallel.data.reducer import Passes, once
-from echelon.parallel.zero.rows import Cut, Rows
-from echelon.parallel.zero.zero_collectives import Arrival, Exchange
+from echelon.parallel.zero.row_partition import RowMatrix, RowPartition
+from echelon.parallel.zero.zero_collectives import Arrival, ShardCollectives
 
 TAG = 1 << 20  # apart from those of weights
 UNDER_WAY = 2  # sums at a time; each has the size of its bucket, twice on Gloo
@@ -32,10 +32,10 @@ class ShardReducer:
     ``unhurried``: never wait while backward runs, except when ``relieve`` is called.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], unhurried: bool) -> None:
+    def __init__(self, buckets: Sequence[ShardBucket], unhurried: bool) -> None:
         self._buckets, self._unhurried = list(buckets), unhurried
         self._armed, self._learned = False, False
-        self._sent: list[Bucket] = []  # and not collected yet
+        self._sent: list[ShardBucket] = []  # and not collected yet
         self._next = 0
         for bucket in self._buckets:
             bucket.watch(self)
@@ -81,7 +81,7 @@ class ShardReducer:
         self._sent.append(bucket)
 
 
-class Bucket:
+class ShardBucket:
     """Some parameters whose gradients travel together."""
 
     def __init__(
@@ -89,14 +89,14 @@ class Bucket:
         names: Sequence[str],
         parameters: Mapping[str, nn.Parameter],
         shards: Mapping[str, nn.Parameter],
-        cuts: Mapping[str, Cut],
-        exchange: Exchange,
+        cuts: Mapping[str, RowPartition],
+        exchange: ShardCollectives,
         number: int,
     ) -> None:
         self._names = names
         self._parameters = [parameters[name] for name in names]
         self._shards = [shards[name] for name in names]
-        self._rows = Rows([cuts[name] for name in names])
+        self._rows = RowMatrix([cuts[name] for name in names])
         self._exchange, self._tag = exchange, TAG + number
         self._what = f"bucket {number} ({span(names)})"
         self._arrival: Arrival | None = None
@@ -176,12 +176,12 @@ def _accumulate(shard: nn.Parameter, grad: Tensor) -> None:
         shard.grad.add_(grad)
 
 
-def _hook(bucket: Bucket, reducer: ShardReducer, index: int) -> Callable[[Tensor], None]:
+def _hook(bucket: ShardBucket, reducer: ShardReducer, index: int) -> Callable[[Tensor], None]:
     """Torch holds a hook, and what the hook holds, where Python's garbage collection does not look: hence weak."""
     return functools.partial(_noted, weakref.ref(bucket), weakref.ref(reducer), index)
 
 
-def _noted(bucket: weakref.ref[Bucket], reducer: weakref.ref[ShardReducer], index: int, _: Tensor) -> None:
+def _noted(bucket: weakref.ref[ShardBucket], reducer: weakref.ref[ShardReducer], index: int, _: Tensor) -> None:
     found, living = bucket(), reducer()
     if found is not None and living is not None:
         found.note(index)

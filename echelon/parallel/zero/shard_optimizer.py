@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
-from echelon.parallel.zero.rows import Cut
+from echelon.parallel.zero.row_partition import RowPartition
 
 # Their step looks at a parameter as a whole: its rows and columns, or all parameters together. (LARS and LAMB need
 # its norm only, which can be added up over ranks.)
@@ -33,7 +33,7 @@ def hand_over(
     optimizer: torch.optim.Optimizer,
     names: Mapping[nn.Parameter, str],
     shards: Mapping[str, nn.Parameter],
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, RowPartition],
     rank: int,
 ) -> None:
     """Let ``optimizer`` hold the shards instead of the parameters."""
@@ -48,7 +48,7 @@ def hand_over(
 
 
 def _cut_state(
-    state: dict[str, Any], parameter: nn.Parameter, shard: nn.Parameter, cut: Cut, rank: int
+    state: dict[str, Any], parameter: nn.Parameter, shard: nn.Parameter, cut: RowPartition, rank: int
 ) -> dict[str, Any]:
     def part(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Layout
-from echelon.parallel.zero.reduce_scatter import Bucket, ShardReducer
-from echelon.parallel.zero.rows import cut_all
+from echelon.parallel.zero.reduce_scatter import ShardBucket, ShardReducer
+from echelon.parallel.zero.row_partition import cut_all
 from echelon.parallel.zero.shard_optimizer import hand_over, refuse_whole
-from echelon.parallel.zero.unit import Offload, Unit
+from echelon.parallel.zero.shard_unit import Offload, ShardUnit
 from echelon.parallel.zero.wrap_policy import SMALL, find_units
-from echelon.parallel.zero.zero3 import Visits, visit_modules
-from echelon.parallel.zero.zero12 import Kept
-from echelon.parallel.zero.zero_collectives import Exchange
+from echelon.parallel.zero.zero3 import ParamGatherer, visit_modules
+from echelon.parallel.zero.zero12 import ReplicatedParams
+from echelon.parallel.zero.zero_collectives import ShardCollectives
 
 
 class Shards:
@@ -56,22 +56,22 @@ class Shards:
         _check(model, parameters, optimizers, level, offload)
         device = device or next(iter(parameters.values())).device
         self.level, self._parameters, self._optimizers = level, parameters, optimizers
-        self.exchange = Exchange(group, device, gathering)
+        self.exchange = ShardCollectives(group, device, gathering)
         owned = {id(p) for o in optimizers.values() for options in o.param_groups for p in options["params"]}
         chosen = {name: tuple(p.shape) for name, p in parameters.items() if level == 3 or id(p) in owned}
         self._cuts = cut_all(chosen, self.exchange.ranks, shared)
         self.layouts = {name: cut.layout(layouts[name], self.exchange.me) for name, cut in self._cuts.items()}
         #: whether a shard counts where something is added up over ranks (a norm): what cannot be cut is on all of them
         self.counts = {name: cut.dim is not None or self.exchange.me == 0 for name, cut in self._cuts.items()}
-        self._units: dict[str, Unit] = {}
-        self._visits: Visits | None = None
-        self._kept: Kept | None = None
+        self._units: dict[str, ShardUnit] = {}
+        self._visits: ParamGatherer | None = None
+        self._kept: ReplicatedParams | None = None
         #: what the optimizers hold in place of the parameters
         self.shards: dict[str, nn.Parameter] = {}
         if level == 3:
             self._visits = self._part_with_parameters(model, offload, device, small)
         else:
-            self._kept = Kept(parameters, self._cuts, buckets, self.exchange, offload is not None)
+            self._kept = ReplicatedParams(parameters, self._cuts, buckets, self.exchange, offload is not None)
             self.shards = self._kept.shards
         self._trained = {key: [parameters[name] for names in mine for name in names] for key, mine in buckets.items()}
         self._hand_over()
@@ -81,12 +81,14 @@ class Shards:
             for unit in self._units.values():
                 unit.leave()
 
-    def _part_with_parameters(self, model: nn.Module, offload: Offload, device: torch.device, small: int) -> Visits:
+    def _part_with_parameters(
+        self, model: nn.Module, offload: Offload, device: torch.device, small: int
+    ) -> ParamGatherer:
         for number, (name, inside) in enumerate(find_units(model, self._parameters, small).items()):
             held = {name: self._parameters[name] for name in inside}
-            self._units[name] = Unit(name, number, held, self._cuts, self.exchange, offload)
+            self._units[name] = ShardUnit(name, number, held, self._cuts, self.exchange, offload)
             self.shards |= self._units[name].shards
-        visits = Visits(list(self._units.values()), self.exchange, device)
+        visits = ParamGatherer(list(self._units.values()), self.exchange, device)
         visits.passes.between = self._relieve
         return visits
 
@@ -100,8 +102,8 @@ class Shards:
     def _make_reducers(self, buckets: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, ShardReducer]:
         numbers = itertools.count()
 
-        def bucket(names: Sequence[str]) -> Bucket:
-            return Bucket(names, self._parameters, self.shards, self._cuts, self.exchange, next(numbers))
+        def bucket(names: Sequence[str]) -> ShardBucket:
+            return ShardBucket(names, self._parameters, self.shards, self._cuts, self.exchange, next(numbers))
 
         return {
             key: ShardReducer([bucket(names) for names in buckets[key]], unhurried=self.level == 3) for key in buckets

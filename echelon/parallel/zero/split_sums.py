@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.distributed.activity import waiting
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.parallel.zero import Shards
 from echelon.plan import Plan
 
@@ -16,7 +16,7 @@ from echelon.plan import Plan
 class SplitSums:
     """Gradients of shards that are sums over the split axis too."""
 
-    def __init__(self, plan: Plan, shards: Shards, grid: Grid) -> None:
+    def __init__(self, plan: Plan, shards: Shards, grid: MeshGroups) -> None:
         self._group = grid.group("split")
         here = [b for b in plan.buckets if grid.at["stage"] in b.places and "split" in b.axes]
         self._shards = [(b.optimizer, shards.shards[name]) for b in here for name in b.parameters]

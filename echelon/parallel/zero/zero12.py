@@ -8,22 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from echelon.parallel.zero.rows import Cut, Rows
-from echelon.parallel.zero.zero_collectives import Arrival, Exchange
+from echelon.parallel.zero.row_partition import RowMatrix, RowPartition
+from echelon.parallel.zero.zero_collectives import Arrival, ShardCollectives
 
 TAG = 1 << 22
 UNDER_WAY = 2
 
 
-class Kept:
+class ReplicatedParams:
     """Whole parameters, and shards that are views of this rank's rows, or copies of them in host memory."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, RowPartition],
         buckets: Mapping[str, Sequence[Sequence[str]]],
-        exchange: Exchange,
+        exchange: ShardCollectives,
         offload: bool,
     ) -> None:
         self._parameters, self._cuts, self._exchange = parameters, cuts, exchange
@@ -44,8 +44,8 @@ class Kept:
         """Gather every rank's rows of everything, frozen parameters too."""
         self._hand_round([*itertools.chain.from_iterable(self._trained.values()), *self._rest])
 
-    def _hand_round(self, batches: Iterable[_Batch]) -> None:
-        under_way: list[tuple[_Batch, Arrival]] = []
+    def _hand_round(self, batches: Iterable[_ParamBucket]) -> None:
+        under_way: list[tuple[_ParamBucket, Arrival]] = []
         for batch in batches:
             under_way.append((batch, batch.begin()))
             if len(under_way) > UNDER_WAY:
@@ -60,21 +60,23 @@ class Kept:
             rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda).copy_(rows)
         return nn.Parameter(rows, requires_grad=parameter.requires_grad)
 
-    def _batch(self, names: Sequence[str], number: int) -> _Batch:
+    def _batch(self, names: Sequence[str], number: int) -> _ParamBucket:
         parameters = [self._parameters[name] for name in names]
         shards = [self.shards[name] for name in names]
-        return _Batch(parameters, shards, Rows([self._cuts[name] for name in names]), self._exchange, TAG + number)
+        return _ParamBucket(
+            parameters, shards, RowMatrix([self._cuts[name] for name in names]), self._exchange, TAG + number
+        )
 
 
-class _Batch:
+class _ParamBucket:
     """Parameters of one dtype whose rows travel together."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         shards: Sequence[nn.Parameter],
-        rows: Rows,
-        exchange: Exchange,
+        rows: RowMatrix,
+        exchange: ShardCollectives,
         tag: int,
     ) -> None:
         self._parameters, self._shards, self._rows, self._exchange, self._tag = parameters, shards, rows, exchange, tag
@@ -103,5 +105,5 @@ class _Batch:
         torch.autograd.graph.increment_version(self._parameters)
 
 
-def _finish(batch: _Batch, arrival: Arrival) -> None:
+def _finish(batch: _ParamBucket, arrival: Arrival) -> None:
     batch.read(arrival())

@@ -27,19 +27,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.base.errors import UsageError
-from echelon.base.lazy_dynamo import untraced
+from echelon.base.lazy_dynamo import hide_from_dynamo
 from echelon.optim.foreach import HALVES
-from echelon.parallel.zero.gather_order import Passes
-from echelon.parallel.zero.unit import Unit
-from echelon.parallel.zero.zero_collectives import Exchange
+from echelon.parallel.zero.gather_order import GatherOrder
+from echelon.parallel.zero.shard_unit import ShardUnit
+from echelon.parallel.zero.zero_collectives import ShardCollectives
 from echelon.plan.called_modules import why_fixed
 
 
 @dataclass(eq=False)
-class _Use:
+class _UnitUse:
     """One run of a unit in forward, as backward will ask for it."""
 
-    unit: Unit
+    unit: ShardUnit
     notes: int = 0
     left: int = 0  # notes that this backward has not asked for
     backward: int = -1  # the number of this backward
@@ -47,10 +47,10 @@ class _Use:
 
 
 @dataclass(frozen=True, eq=False)
-class _Note:
+class _SavedWeight:
     """In place of a weight, a view of it, or a 16-bit copy of it."""
 
-    use: _Use
+    use: _UnitUse
     parameter: nn.Parameter
     shard: nn.Parameter
     version: int
@@ -61,27 +61,27 @@ class _Note:
 
 
 @dataclass(eq=False)
-class _Call:
+class _ModuleCall:
     """A module that runs, and the units that are whole because of it."""
 
-    held: list[Unit] = field(default_factory=list)
-    uses: list[_Use] = field(default_factory=list)
+    held: list[ShardUnit] = field(default_factory=list)
+    uses: list[_UnitUse] = field(default_factory=list)
 
 
-class Visits:
+class ParamGatherer:
     """Brings units and takes them away again."""
 
-    def __init__(self, units: Sequence[Unit], exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, units: Sequence[ShardUnit], exchange: ShardCollectives, device: torch.device) -> None:
         self.units = units
-        self.passes = Passes(units, exchange, device)
+        self.passes = GatherOrder(units, exchange, device)
         self._of = {id(p): unit for unit in units for p in unit.parameters.values()}
         self._shard_of = {id(unit.parameters[name]): unit.shards[name] for unit in units for name in unit.shards}
-        self._memory: dict[int, tuple[Unit, nn.Parameter, Tensor]] = {}  # of whole parameters, by address
-        self._calls: list[_Call] = []
-        self._in_use: dict[Unit, _Use] = {}
+        self._memory: dict[int, tuple[ShardUnit, nn.Parameter, Tensor]] = {}  # of whole parameters, by address
+        self._calls: list[_ModuleCall] = []
+        self._in_use: dict[ShardUnit, _UnitUse] = {}
         self._backwards = 0
-        self._asked: list[_Use] = []  # whose unit is held by this backward
-        self._held_until: dict[Unit, set[int]] = {}  # by this backward, until it has made these gradients
+        self._asked: list[_UnitUse] = []  # whose unit is held by this backward
+        self._held_until: dict[ShardUnit, set[int]] = {}  # by this backward, until it has made these gradients
         self.active = True
         self.present, self.most = 0, 0  #: bytes of whole parameters now, and at most so far
         for unit in units:
@@ -101,7 +101,7 @@ class Visits:
 
     # ---- who needs what ----
 
-    def hold(self, unit: Unit) -> None:
+    def hold(self, unit: ShardUnit) -> None:
         if not unit.here:
             with torch.inference_mode(False):  # what arrives while evaluating may stay for training
                 self.passes.reach(unit)
@@ -111,7 +111,7 @@ class Visits:
             self.most = max(self.most, self.present)
         unit.holders += 1
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: ShardUnit) -> None:
         unit.holders -= 1
         if unit.holders == 0:
             for _, whole in unit.wholes:
@@ -128,7 +128,7 @@ class Visits:
         alias.__dict__.update(parameter.__dict__)
         return alias
 
-    @untraced
+    @hide_from_dynamo
     def touch(self, parameter: nn.Parameter) -> None:
         unit = self._of.get(id(parameter))
         if unit is None or unit.here:
@@ -142,10 +142,10 @@ class Visits:
     # ---- forward ----
 
     @contextlib.contextmanager
-    def call(self, unit: Unit | None, whole_model: bool) -> Iterator[_Call]:
+    def call(self, unit: ShardUnit | None, whole_model: bool) -> Iterator[_ModuleCall]:
         """While a unit's module runs, or the whole model."""
         begins = whole_model and self._begin_forward()
-        call = _Call()
+        call = _ModuleCall()
         self._calls.append(call)
         complete = False
         try:
@@ -171,11 +171,11 @@ class Visits:
         self.passes.begin("forward")
         return True
 
-    def _hold_for(self, call: _Call, unit: Unit) -> None:
+    def _hold_for(self, call: _ModuleCall, unit: ShardUnit) -> None:
         self.hold(unit)
         call.held.append(unit)
         if unit not in self._in_use:
-            self._in_use[unit] = _Use(unit)
+            self._in_use[unit] = _UnitUse(unit)
             call.uses.append(self._in_use[unit])
 
     # ---- what autograd keeps ----
@@ -195,7 +195,7 @@ class Visits:
             note = self._note_of_cast(tensor)
         return (tensor, tensor._version) if note is None else note
 
-    def _note_of_cast(self, tensor: Tensor) -> _Note | None:
+    def _note_of_cast(self, tensor: Tensor) -> _SavedWeight | None:
         if tensor.dtype not in HALVES:
             return None
         base = tensor if tensor._base is None else tensor._base
@@ -208,19 +208,19 @@ class Visits:
             return None
         return self._note(tensor, unit, source)
 
-    def _note(self, tensor: Tensor, unit: Unit, parameter: nn.Parameter) -> _Note | None:
+    def _note(self, tensor: Tensor, unit: ShardUnit, parameter: nn.Parameter) -> _SavedWeight | None:
         use = self._in_use.get(unit)
         if use is None:
             return None
         use.notes += 1
         shard = self._shard_of[id(parameter)]
         place = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return _Note(use, parameter, shard, shard._version, tensor.dtype, *place)
+        return _SavedWeight(use, parameter, shard, shard._version, tensor.dtype, *place)
 
     def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if isinstance(kept, _Note):
+        if isinstance(kept, _SavedWeight):
             return self._asked_for(kept)
         tensor, version = kept
         if tensor._version != version:  # with hooks torch does not look itself
@@ -230,7 +230,7 @@ class Visits:
             )
         return tensor  # type: ignore[no-any-return]
 
-    def _asked_for(self, note: _Note) -> Tensor:
+    def _asked_for(self, note: _SavedWeight) -> Tensor:
         if note.shard._version != note.version:
             raise UsageError("a weight changed between forward and backward; call backward before the optimizer's step")
         self._begin_backward()
@@ -252,7 +252,7 @@ class Visits:
 
     # ---- backward ----
 
-    def watch_output(self, call: _Call, unit: Unit, output: Any) -> None:
+    def watch_output(self, call: _ModuleCall, unit: ShardUnit, output: Any) -> None:
         """Where autograd kept nothing of a unit, its module is recomputed, maybe: bring it before its backward."""
         if unit.embedding_only or any(use.notes for use in call.uses) or not torch.is_grad_enabled():
             return
@@ -262,7 +262,7 @@ class Visits:
                     functools.partial(_reached, weakref.ref(self), weakref.ref(unit))
                 )
 
-    def reached(self, unit: Unit) -> None:
+    def reached(self, unit: ShardUnit) -> None:
         self._begin_backward()
         self._hold_in_backward(unit)
 
@@ -277,7 +277,7 @@ class Visits:
                 del self._held_until[unit]
                 self.release(unit)
 
-    def _hold_in_backward(self, unit: Unit) -> None:
+    def _hold_in_backward(self, unit: ShardUnit) -> None:
         if unit not in self._held_until:
             self.hold(unit)
             self._held_until[unit] = {id(p) for p in unit.parameters.values() if p.requires_grad}
@@ -298,13 +298,13 @@ class Visits:
         self.passes.end(complete)
 
 
-def _made(visits: weakref.ref[Visits], parameter: Tensor) -> None:
+def _made(visits: weakref.ref[ParamGatherer], parameter: Tensor) -> None:
     living = visits()
     if living is not None and living.active:
         living.made(parameter)
 
 
-def _reached(visits: weakref.ref[Visits], unit: weakref.ref[Unit], _: Tensor) -> None:
+def _reached(visits: weakref.ref[ParamGatherer], unit: weakref.ref[ShardUnit], _: Tensor) -> None:
     living, found = visits(), unit()
     if living is not None and found is not None:
         living.reached(found)
@@ -337,10 +337,10 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not look at 
 
 
 @dataclass(frozen=True)
-class _Post:
+class _HookedModule:
     """A module to whose running or asking somebody listens."""
 
-    unit: Unit | None
+    unit: ShardUnit | None
     whole_model: bool
 
     @property
@@ -348,10 +348,10 @@ class _Post:
         return self.unit is not None or self.whole_model
 
 
-Posts = weakref.WeakKeyDictionary[nn.Module, _Post]  # a deep copy is not in it: it has parameters of its own
+Posts = weakref.WeakKeyDictionary[nn.Module, _HookedModule]  # a deep copy is not in it: it has parameters of its own
 
 
-def visit_modules(model: nn.Module, units: Mapping[str, Unit], visits: Visits) -> None:
+def visit_modules(model: nn.Module, units: Mapping[str, ShardUnit], visits: ParamGatherer) -> None:
     """Let units come when their modules run, and parameters when their modules are asked for them."""
     posts: Posts = weakref.WeakKeyDictionary()
     visited = functools.cache(functools.partial(_visited, posts=posts, visits=visits))  # blocks stay of one class
@@ -359,13 +359,13 @@ def visit_modules(model: nn.Module, units: Mapping[str, Unit], visits: Visits) -
         unit = units.get(name)
         if unit is not None or not name or any(visits.brings(p) for p in module._parameters.values()):
             _refuse_fixed(name, module)
-            posts[module] = _Post(unit, whole_model=not name)
+            posts[module] = _HookedModule(unit, whole_model=not name)
             module.__class__ = visited(type(module))  # type: ignore[arg-type]
         if unit is not None:
             unit.embedding_only = all(isinstance(owner, EMBEDDINGS) for owner in _owners(module, unit))
 
 
-def _owners(module: nn.Module, unit: Unit) -> Iterator[nn.Module]:
+def _owners(module: nn.Module, unit: ShardUnit) -> Iterator[nn.Module]:
     inside = {id(parameter) for parameter in unit.parameters.values()}
     return (m for m in module.modules() if any(id(p) in inside for p in m._parameters.values()))
 
@@ -376,7 +376,7 @@ def _refuse_fixed(name: str, module: nn.Module) -> None:
         raise UsageError(f"sharding: {reason}, or use level 2")
 
 
-def _visited(kind: Kind, posts: Posts, visits: Visits) -> Kind:
+def _visited(kind: Kind, posts: Posts, visits: ParamGatherer) -> Kind:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         post = posts.get(self)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.activity import waiting
-from echelon.distributed.collectives import Waiting, hand_round, swap_rows
+from echelon.distributed.collectives import PendingCollective, start_all_gather, start_all_to_all
 
 # torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor; 2.11 has only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,7 +23,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Arrival = Callable[[], Tensor]  # call it to wait
 
 
-class Exchange:
+class ShardCollectives:
     """Talks to the ranks that share the parameters out among them; ``group`` is ``None`` where there is only one.
 
     ``gathering`` are connections of their own for weights, so that they may overtake gradients.
@@ -50,7 +50,7 @@ class Exchange:
         wait = waiting("sum of gradients", what, self._group)
         if self._pairs:
             came = torch.empty_like(matrix)
-            swap = swap_rows(came, matrix, self._group, tag)
+            swap = start_all_to_all(came, matrix, self._group, tag)
             return lambda: _added(_after(swap, came, wait))
         if self._gloo:  # it has no reduce-scatter for tensors of a GPU
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
@@ -67,7 +67,7 @@ class Exchange:
         came = line.new_empty((self.ranks, line.numel()))
         wait = waiting("gather of shards", what, self._gathering)
         if self._pairs:
-            rows = hand_round(came, line, self._gathering, tag)
+            rows = start_all_gather(came, line, self._gathering, tag)
             return lambda: _after(rows, came, wait)
         work = _all_gather(came.view(-1), line, group=self._gathering, async_op=True)
         return lambda: _after(work, came, wait)
@@ -87,7 +87,7 @@ def _added(came: Tensor) -> Tensor:
     return total
 
 
-def _after(work: Waiting | None, result: Tensor, wait: waiting) -> Tensor:
+def _after(work: PendingCollective | None, result: Tensor, wait: waiting) -> Tensor:
     assert work is not None
     with wait:
         work.wait()

@@ -24,17 +24,19 @@ from numpy.typing import NDArray
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.directory import sync_directory
 from echelon.checkpoint.os_errors import cannot_write
-from echelon.parameter_server.persistence.restore import Restorable, put_rows, read_json, write_json
+from echelon.parameter_server.persistence.restore import RestorableShard, put_rows, read_json, write_json
 from echelon.parameter_server.persistence.snapshot import Held, SnapshotFile, write
-from echelon.parameter_server.protocol.job_spec import Block, JobSpec, TableSpec, job_from_json
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.table import Rows
+from echelon.parameter_server.protocol.job_spec import DenseBlock, JobSpec, TableSpec, job_from_json
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.table import BucketRows
 from echelon.strategy.table_rules import state_width
 
 _MARKER = re.compile(r"server-(\d{1,6})-of-(\d{1,6})\.json")
 
 
-def save_part(held: Held, path: Path, server: int, job: JobSpec, step: int, facts: Sequence[Frame], lsn: int) -> None:
+def save_part(
+    held: Held, path: Path, server: int, job: JobSpec, step: int, facts: Sequence[WireMessage], lsn: int
+) -> None:
     """Write this server's part of the checkpoint in ``path``. An earlier part of the same name is replaced."""
     name = f"server-{server}-of-{job.servers}"
     aside, final, marker = path / f".{name}.writing", path / f"{name}.rec", path / f"{name}.json"
@@ -52,7 +54,7 @@ def save_part(held: Held, path: Path, server: int, job: JobSpec, step: int, fact
     write_json(marker, {"bytes": written.bytes, "index": written.index, "step": step, "time": time.time()})
 
 
-class Saved:
+class ServerCheckpoint:
     """A complete checkpoint, open for reading: ``with Saved(path) as saved``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,7 +63,7 @@ class Saved:
         self.servers = len(self._markers)
         self.step = int(self._markers[0]["step"])
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> ServerCheckpoint:
         with ExitStack() as stack:
             self.parts = [
                 stack.enter_context(SnapshotFile(self._file(i), marker["bytes"], marker["index"]))
@@ -85,11 +87,11 @@ class Saved:
     def tables(self) -> list[str]:
         return list(self.parts[0].places)
 
-    def bucket(self, table: str, bucket: int) -> Rows | None:
+    def bucket(self, table: str, bucket: int) -> BucketRows | None:
         """A bucket's rows, from the server that held it."""
         return next((rows for part in self.parts if (rows := part.rows(table, bucket)) is not None), None)
 
-    def buckets(self, table: str) -> Iterator[Rows]:
+    def buckets(self, table: str) -> Iterator[BucketRows]:
         """All rows of a table, one bucket at a time."""
         for part in self.parts:
             for bucket in part.places.get(table, {}):
@@ -99,11 +101,11 @@ class Saved:
     def count(self, table: str) -> int:
         return sum(place.rows for part in self.parts for place in part.places.get(table, {}).values())
 
-    def facts(self) -> list[Frame]:
+    def facts(self) -> list[WireMessage]:
         """Of server 0: what it knows holds for all of them."""
         return self.parts[0].facts()
 
-    def dense(self, blocks: Sequence[Block]) -> dict[str, NDArray[Any]]:
+    def dense(self, blocks: Sequence[DenseBlock]) -> dict[str, NDArray[Any]]:
         """The state of ``blocks`` in the form of ``Dense.to_arrays``, put together from the blocks that were saved."""
         pieces, found = self._pieces(), {}
         for number, block in enumerate(blocks):
@@ -114,9 +116,9 @@ class Saved:
         found["groups"] = next(array for name, array in self.parts[0].dense() if name == "groups")
         return found
 
-    def _pieces(self) -> dict[str, list[tuple[Block, dict[str, NDArray[Any]]]]]:
+    def _pieces(self) -> dict[str, list[tuple[DenseBlock, dict[str, NDArray[Any]]]]]:
         """By parameter, the saved blocks and their arrays."""
-        pieces: dict[str, list[tuple[Block, dict[str, NDArray[Any]]]]] = {}
+        pieces: dict[str, list[tuple[DenseBlock, dict[str, NDArray[Any]]]]] = {}
         for server, part in enumerate(self.parts):
             blocks = [block for block in self.jobs[0].blocks if block.server == server]
             arrays: list[dict[str, NDArray[Any]]] = [{} for _ in blocks]
@@ -128,7 +130,9 @@ class Saved:
                 pieces.setdefault(block.parameter, []).append((block, own))
         return pieces
 
-    def _cut(self, block: Block, name: str, stored: list[tuple[Block, dict[str, NDArray[Any]]]]) -> NDArray[Any]:
+    def _cut(
+        self, block: DenseBlock, name: str, stored: list[tuple[DenseBlock, dict[str, NDArray[Any]]]]
+    ) -> NDArray[Any]:
         """``block``'s part of one array of its parameter."""
         first = stored[0][1][name] if stored and name in stored[0][1] else None
         if first is not None and (first.size != stored[0][0].length or name == "step"):
@@ -149,7 +153,7 @@ class Saved:
         return whole
 
 
-def check(shard: Restorable, saved: Saved) -> None:
+def check(shard: RestorableShard, saved: ServerCheckpoint) -> None:
     """Refuse a checkpoint that lacks a table, or has one of another shape."""
     specs = {spec.name: spec for spec in saved.jobs[0].tables}
     for name, table in shard.tables.items():
@@ -167,9 +171,9 @@ def _shape(spec: TableSpec) -> str:
     return f"dim {spec.dim}, {type(spec.rule).__name__} and {state_width(spec.rule, spec.dim)} floats of state a row"
 
 
-def load_into(shard: Restorable, path: str | os.PathLike[str]) -> int:
+def load_into(shard: RestorableShard, path: str | os.PathLike[str]) -> int:
     """A checkpoint into a shard that nobody keeps, one that only serves; the checkpoint's step."""
-    with Saved(path) as saved:
+    with ServerCheckpoint(path) as saved:
         check(shard, saved)
         saved.verify()
         with shard.lock:
@@ -177,7 +181,7 @@ def load_into(shard: Restorable, path: str | os.PathLike[str]) -> int:
         return saved.step
 
 
-def fill(shard: Restorable, saved: Saved) -> None:
+def fill(shard: RestorableShard, saved: ServerCheckpoint) -> None:
     """A shard's share of a checkpoint in place of what it held, one bucket at a time. Under the shard's lock."""
     dense = saved.dense(shard.dense.blocks)  # may be refused: before anything is dropped
     shard.forget()

@@ -24,7 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import CheckpointError
-from echelon.parameter_server.protocol.message import MAX_ARRAYS, MAX_BYTES, MAX_HEAD, Frame, FrameError, pack, unpack
+from echelon.parameter_server.protocol.message import (
+    MAX_ARRAYS,
+    MAX_BYTES,
+    MAX_HEAD,
+    WireMessage,
+    WireMessageError,
+    pack,
+    unpack,
+)
 from echelon.parameter_server.table.compiled import kernel, readable
 
 _MAGIC = b"ECHR"
@@ -43,16 +51,16 @@ def _sums(words: NDArray[np.uint32]) -> tuple[np.uint64, np.uint64]:
     return plain, weighted
 
 
-class Torn(Exception):
+class TornRecord(Exception):
     """The file ends inside a record: what a process leaves that was killed while it wrote."""
 
 
 @dataclass(frozen=True)
-class Record:
+class MessageRecord:
     """A frame that was read, its LSN, and where the next one begins."""
 
     lsn: int
-    frame: Frame
+    frame: WireMessage
     end: int
 
 
@@ -65,7 +73,7 @@ def sums(body: Any) -> tuple[int, int]:
     return (int(plain) + last) % 2**64, (int(weighted) + last * (whole + 1)) % 2**64
 
 
-def encode(lsn: int, frame: Frame) -> list[Any]:
+def encode(lsn: int, frame: WireMessage) -> list[Any]:
     """The buffers to write, one after the other. Arrays are not copied."""
     head, bodies = pack(frame)
     rest = b"".join([_ENTRY.pack(body.nbytes, *sums(body)) for body in bodies]) + head
@@ -87,10 +95,10 @@ def write_all(handle: int, buffers: list[Any]) -> int:
     return total
 
 
-def read(handle: int, path: Path, offset: int, size: int) -> Record:
+def read(handle: int, path: Path, offset: int, size: int) -> MessageRecord:
     """The record at ``offset`` of an open file of ``size`` bytes, verified.
 
-    ``Torn`` when the file ends inside it, ``CheckpointError`` when it is not what was written.
+    ``TornRecord`` when the file ends inside it, ``CheckpointError`` when it is not what was written.
     """
     prefix = _exactly(handle, offset, _PREFIX.size, size).tobytes()
     magic, crc, lsn, head_bytes, arrays, rest_crc = _PREFIX.unpack(prefix)
@@ -113,8 +121,8 @@ def read(handle: int, path: Path, offset: int, size: int) -> Record:
             raise damaged(path, offset)
         end += nbytes
     try:
-        return Record(lsn, unpack(rest[table_bytes:], bodies), end)
-    except FrameError:
+        return MessageRecord(lsn, unpack(rest[table_bytes:], bodies), end)
+    except WireMessageError:
         raise damaged(path, offset) from None
 
 
@@ -139,12 +147,12 @@ def only_zeros(handle: int, offset: int, size: int) -> bool:
 def _exactly(handle: int, offset: int, nbytes: int, size: int) -> NDArray[np.uint8]:
     """So many bytes in memory of their own, which is not set aside before the file is known to hold them."""
     if offset + nbytes > size:
-        raise Torn
+        raise TornRecord
     content = np.empty(nbytes, np.uint8)
     view, got = content.data, 0
     while got < nbytes:
         more = os.preadv(handle, [view[got:]], offset + got)
         if not more:
-            raise Torn
+            raise TornRecord
         got += more
     return content

@@ -17,7 +17,7 @@ from typing import Any
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.directory import sync_directory
 from echelon.checkpoint.os_errors import cannot_read, cannot_write
-from echelon.parameter_server.persistence.file_record import Record, Torn, only_zeros, read, write_all
+from echelon.parameter_server.persistence.file_record import MessageRecord, TornRecord, only_zeros, read, write_all
 
 _NAME = re.compile(r"journal-(\d{8,12})\.seg")
 
@@ -38,7 +38,7 @@ def segment_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class Segment:
+class JournalSegment:
     """One segment that is being written. Not thread-safe: a shard appends under its apply lock."""
 
     def __init__(self, directory: Path, number: int, *, fsync: bool = False) -> None:
@@ -76,7 +76,7 @@ class Segment:
         os.close(self._handle)
 
 
-def replay(directory: Path, first: int, after: int, only_first: bool = False) -> Iterator[Record]:
+def replay(directory: Path, first: int, after: int, only_first: bool = False) -> Iterator[MessageRecord]:
     """The records behind LSN ``after``, from segment ``first`` on. A torn tail of the last segment is cut off."""
     found = [number for number in segments(directory) if number == first or (number > first and not only_first)]
     if found and found != list(range(first, found[-1] + 1)):
@@ -92,7 +92,7 @@ def replay(directory: Path, first: int, after: int, only_first: bool = False) ->
                 yield record
 
 
-def _records(path: Path, last: bool) -> Iterator[Record]:
+def _records(path: Path, last: bool) -> Iterator[MessageRecord]:
     try:
         handle = os.open(path, os.O_RDWR if last else os.O_RDONLY)
     except OSError as error:
@@ -102,7 +102,7 @@ def _records(path: Path, last: bool) -> Iterator[Record]:
         while offset < size:
             try:
                 record = read(handle, path, offset, size)
-            except (Torn, CheckpointError) as error:
+            except (TornRecord, CheckpointError) as error:
                 _cut(handle, path, offset, size, last, error)
                 return
             offset = record.end
@@ -113,7 +113,7 @@ def _records(path: Path, last: bool) -> Iterator[Record]:
 
 def _cut(handle: int, path: Path, offset: int, size: int, last: bool, why: Exception) -> None:
     """Cut a torn tail off and say so; raise when it is something else."""
-    if not last or not (isinstance(why, Torn) or only_zeros(handle, offset, size)):
+    if not last or not (isinstance(why, TornRecord) or only_zeros(handle, offset, size)):
         if isinstance(why, CheckpointError):
             raise why from None
         raise CheckpointError(f"{path} is truncated at byte {size}; restore the file from a copy")

@@ -1,4 +1,4 @@
-"""``Keeper``: what makes a shard outlive its process. Journal, snapshots beside training, checkpoints."""
+"""``ShardPersistence``: what makes a shard outlive its process. Journal, snapshots beside training, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageError, nearest
-from echelon.parameter_server.persistence.checkpoint import Saved, check, fill, save_part
+from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, check, fill, save_part
 from echelon.parameter_server.persistence.file_record import encode
-from echelon.parameter_server.persistence.journal import Segment, segments
-from echelon.parameter_server.persistence.replication import Mirrors, Replica
-from echelon.parameter_server.persistence.restore import Manifest, Part, Restorable, restore
+from echelon.parameter_server.persistence.journal import JournalSegment, segments
+from echelon.parameter_server.persistence.replication import RemoteReplica, ReplicaHost
+from echelon.parameter_server.persistence.restore import Manifest, RestorableShard, SnapshotChainFile, restore
 from echelon.parameter_server.persistence.snapshot import write
-from echelon.parameter_server.persistence.table_export import Exported, chained, write_table
+from echelon.parameter_server.persistence.table_export import TableExport, merge_delta_chain, write_table
 from echelon.parameter_server.protocol.hashing import stable_hash
-from echelon.parameter_server.protocol.job_spec import Keeping
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.job_spec import PersistenceSettings
+from echelon.parameter_server.protocol.message import WireMessage
 
 #: A chain of more deltas is made a base again, however small they are.
 MAX_DELTAS = 256
@@ -34,7 +34,7 @@ def home_of(state: Path, session: str, server: int) -> Path:
     return state / f"{stable_hash(session):016x}" / f"server-{server}"
 
 
-class Keeper:
+class ShardPersistence:
     """Keeps one shard under ``directory``.
 
     mirror:         carries a frame to the next server; with ``settings.replica`` the journal goes there too
@@ -44,10 +44,10 @@ class Keeper:
 
     def __init__(
         self,
-        shard: Restorable,
+        shard: RestorableShard,
         directory: Path,
-        settings: Keeping,
-        mirror: Callable[[Frame], Frame] | None = None,
+        settings: PersistenceSettings,
+        mirror: Callable[[WireMessage], WireMessage] | None = None,
         *,
         journal_limit: int | None = None,
         fsync: bool = False,
@@ -55,14 +55,14 @@ class Keeper:
         self._shard, self._directory, self._settings = shard, directory, settings
         self._limit, self._fsync = journal_limit or settings.journal_mb << 20, fsync
         self._manifest: Manifest | None = None
-        self._segment: Segment | None = None
+        self._segment: JournalSegment | None = None
         self._next_segment = 1
         self._rebase = True  # the next snapshot cannot be a delta
         self._one_at_a_time = threading.RLock()  # taken before the shard's lock, never after
         self._due, self._stopped, self._closed = threading.Event(), threading.Event(), False
         self._thread: threading.Thread | None = None
-        self._mirrors = Mirrors(directory)
-        self._replica = Replica(mirror, shard.server, directory) if mirror and settings.replica else None
+        self._mirrors = ReplicaHost(directory)
+        self._replica = RemoteReplica(mirror, shard.server, directory) if mirror and settings.replica else None
 
     # ---- coming and going ----
 
@@ -97,7 +97,7 @@ class Keeper:
             self._stop_journal()
 
     @contextmanager
-    def _held(self) -> Iterator[Restorable]:
+    def _held(self) -> Iterator[RestorableShard]:
         """The shard under its lock, unless this keeper is closed: then the shard may be another job's."""
         while not self._shard.lock.acquire(timeout=0.1):
             self._check_open()
@@ -115,7 +115,7 @@ class Keeper:
 
     # ---- every change ----
 
-    def append(self, frame: Frame) -> None:
+    def append(self, frame: WireMessage) -> None:
         """Write a change before it is applied. The caller holds the shard's lock."""
         if self._closed:
             raise PeerLost(f"server {self._shard.server} is going; what it was sent is not written down")
@@ -128,7 +128,7 @@ class Keeper:
         if self._segment.size > self._limit:
             self._due.set()
 
-    def handle(self, frame: Frame) -> Frame:
+    def handle(self, frame: WireMessage) -> WireMessage:
         """Answer ``mirror`` and ``mirrored`` of another server; not under the shard's lock."""
         return self._mirrors.handle(frame)
 
@@ -147,7 +147,7 @@ class Keeper:
             path = self._directory / f"snapshot-{number:08d}.rec"
             written = write(self._held, path, about, facts, lsn=lsn, delta=bool(earlier), clean=True)
             bridge = not self._settings.journal
-            self._publish(Manifest(number, lsn, segment, bridge, (*earlier, Part.of(number, written))))
+            self._publish(Manifest(number, lsn, segment, bridge, (*earlier, SnapshotChainFile.of(number, written))))
             return number
 
     def _publish(self, manifest: Manifest) -> None:
@@ -165,7 +165,7 @@ class Keeper:
 
         Without a journal there is one only while a snapshot is taken: it brings buckets of different moments together.
         """
-        earlier, self._segment = self._segment, Segment(self._directory, self._next_segment, fsync=self._fsync)
+        earlier, self._segment = self._segment, JournalSegment(self._directory, self._next_segment, fsync=self._fsync)
         if earlier is not None:
             earlier.close()
         self._next_segment += 1
@@ -245,7 +245,7 @@ class Keeper:
 
     def load(self, path: Path) -> int:
         """Replace the shard's state by its share of a checkpoint of any number of servers; the checkpoint's step."""
-        with self._one_at_a_time, Saved(path) as saved:
+        with self._one_at_a_time, ServerCheckpoint(path) as saved:
             check(self._shard, saved)
             saved.verify()
             with self._held() as shard:
@@ -270,5 +270,5 @@ class Keeper:
             servers = self._shard.job.servers
             out = path if servers == 1 else path / f"part-{self._shard.server}-of-{servers}.{format}"
             dim = self._shard.tables[table].dim
-            made = Exported(table, dim, chained(chain, table), delta=since is not None, version=number)
+            made = TableExport(table, dim, merge_delta_chain(chain, table), delta=since is not None, version=number)
             return write_table(made, out, format), number

@@ -8,16 +8,16 @@ from typing import Any
 
 from echelon.base.errors import EchelonError
 from echelon.parameter_server.persistence.persistence import home_of
-from echelon.parameter_server.persistence.replication import Replica
+from echelon.parameter_server.persistence.replication import RemoteReplica
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
 from echelon.parameter_server.persistence.snapshot import SnapshotFile
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 
 #: Asked of a server by a server: which session it has open. Answered even while it is starting itself.
 SESSION = "session"
 
 
-def find_job(state: Path, server: int, ask: Callable[[Frame], Frame] | None) -> dict[str, Any] | None:
+def find_job(state: Path, server: int, ask: Callable[[WireMessage], WireMessage] | None) -> dict[str, Any] | None:
     """The job, in its JSON form, whose state this server has or can fetch; None: there is none.
 
     ask:  carries a frame to the next server, which may hold a replica
@@ -34,16 +34,16 @@ def _newest_home(state: Path, server: int) -> Path | None:
     return max(homes, key=lambda home: max(path.stat().st_mtime for path in home.iterdir()), default=None)
 
 
-def _fetched_home(state: Path, server: int, ask: Callable[[Frame], Frame]) -> Path | None:
+def _fetched_home(state: Path, server: int, ask: Callable[[WireMessage], WireMessage]) -> Path | None:
     try:
-        session = ask(Frame({"op": SESSION, "worker": -1})).head.get(SESSION)
+        session = ask(WireMessage({"op": SESSION, "worker": -1})).head.get(SESSION)
     except EchelonError:  # it is not there; if it had a replica, the workers will say that state was lost
         return None
     if not isinstance(session, str):
         return None
     home = home_of(state, session, server)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return home if Replica(ask, server, home).fetch() else None
+    return home if RemoteReplica(ask, server, home).fetch() else None
 
 
 def _job_in(home: Path) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """A replica of a server's files on the next server: byte for byte, record by record.
 
-``Replica`` is the owner's side, ``Mirrors`` the side that keeps. What a journal gets is sent before a push is answered;
+``RemoteReplica`` is the owner's side, ``ReplicaHost`` the side that keeps. Journals are sent before a push is answered;
 snapshots follow when they are complete, then the manifest, then what it no longer needs goes. A neighbour that does not
 answer, or lacks what came before, does not stop training: the replica is behind, says so once, and the next snapshot
 brings it up to date.
@@ -21,20 +21,20 @@ from echelon.base.errors import CheckpointError, EchelonError
 from echelon.checkpoint.os_errors import cannot_write, first_line
 from echelon.parameter_server.persistence.journal import segment_number
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
-from echelon.parameter_server.protocol.message import MAX_ARRAYS, Frame
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
 
 #: Names that a peer may ask this server to write or read.
 _NAME = re.compile(r"journal-\d{8,12}\.seg|snapshot-\d{8,12}\.rec|manifest\.json")
 _PIECE = 8 << 20
 
 
-class Mirrors:
+class ReplicaHost:
     """The files of other servers that this one keeps, under ``directory``/mirror-of-N."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def handle(self, frame: Frame) -> Frame:
+    def handle(self, frame: WireMessage) -> WireMessage:
         """Answer ``mirror`` and ``mirrored``. Takes no lock of the shard: two servers may mirror each other."""
         head = frame.head
         server = head.get("server")
@@ -48,18 +48,18 @@ class Mirrors:
         except OSError as error:
             raise CheckpointError(cannot_write(home, error)) from None
 
-    def _write(self, home: Path, head: dict[str, Any], pieces: Sequence[Any]) -> Frame:
+    def _write(self, home: Path, head: dict[str, Any], pieces: Sequence[Any]) -> WireMessage:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "keep" in head:
             _trim(home, _names(head["keep"]), _count(head, "segment"))
-            return Frame({"ok": True})
+            return WireMessage({"ok": True})
         path, offset = home / _checked(head.get("file")), _count(head, "offset")
         aside = path.with_name(f".{path.name}.writing") if path.name == MANIFEST else path
         handle = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             size = os.fstat(handle).st_size
             if size < offset:
-                return Frame({"ok": True, "behind": size})
+                return WireMessage({"ok": True, "behind": size})
             os.ftruncate(handle, offset)
             os.lseek(handle, offset, os.SEEK_SET)
             for piece in pieces:
@@ -68,21 +68,23 @@ class Mirrors:
             os.close(handle)
         if aside is not path:
             aside.replace(path)
-        return Frame({"ok": True})
+        return WireMessage({"ok": True})
 
-    def _read(self, home: Path, head: dict[str, Any]) -> Frame:
+    def _read(self, home: Path, head: dict[str, Any]) -> WireMessage:
         if "file" not in head:
             found = list(home.iterdir()) if home.is_dir() else []
-            return Frame({"ok": True, "files": {p.name: p.stat().st_size for p in found if _NAME.fullmatch(p.name)}})
+            return WireMessage(
+                {"ok": True, "files": {p.name: p.stat().st_size for p in found if _NAME.fullmatch(p.name)}}
+            )
         with (home / _checked(head["file"])).open("rb") as file:
             file.seek(_count(head, "offset"))
-            return Frame({"ok": True}, [np.frombuffer(file.read(_PIECE), np.uint8)])
+            return WireMessage({"ok": True}, [np.frombuffer(file.read(_PIECE), np.uint8)])
 
 
-class Replica:
+class RemoteReplica:
     """This server's files on the next server."""
 
-    def __init__(self, call: Callable[[Frame], Frame], server: int, directory: Path) -> None:
+    def __init__(self, call: Callable[[WireMessage], WireMessage], server: int, directory: Path) -> None:
         self._call, self._server, self._directory = call, server, directory
         self.behind = True  #: the neighbour lacks something; the next segment starts anew
         self._said = False
@@ -164,8 +166,8 @@ class Replica:
         if "behind" in answer.head:
             raise CheckpointError(f"it lacks {file} from byte {answer.head['behind']} on")
 
-    def _ask(self, head: dict[str, Any], pieces: Sequence[Any] = ()) -> Frame:
-        answer = self._call(Frame({**head, "worker": -1, "server": self._server}, list(pieces)))
+    def _ask(self, head: dict[str, Any], pieces: Sequence[Any] = ()) -> WireMessage:
+        answer = self._call(WireMessage({**head, "worker": -1, "server": self._server}, list(pieces)))
         if "error" in answer.head:
             raise EchelonError(str(answer.head["error"]))
         return answer

@@ -25,16 +25,16 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.directory import sync_directory
 from echelon.checkpoint.os_errors import cannot_read, cannot_write
 from echelon.parameter_server.persistence.journal import replay
-from echelon.parameter_server.persistence.snapshot import Kept, SnapshotFile, Written
+from echelon.parameter_server.persistence.snapshot import PersistableShard, SnapshotFile, SnapshotFileStats
 from echelon.parameter_server.protocol.job_spec import JobSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.table import Rows, Table
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.table import BucketRows, Table
 
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class SnapshotChainFile:
     """A snapshot file of a chain."""
 
     number: int
@@ -43,7 +43,7 @@ class Part:
     rows: int
 
     @classmethod
-    def of(cls, number: int, written: Written) -> Part:
+    def of(cls, number: int, written: SnapshotFileStats) -> SnapshotChainFile:
         return cls(number, written.bytes, written.index, written.rows)
 
     @property
@@ -62,7 +62,7 @@ class Manifest:
     lsn: int
     segment: int
     bridge: bool
-    chain: tuple[Part, ...]
+    chain: tuple[SnapshotChainFile, ...]
 
     def needs(self, segment: int) -> bool:
         """Whether a restore replays the segment of this number."""
@@ -79,7 +79,7 @@ class Manifest:
             return None
         plain = read_json(path)
         try:
-            chain = tuple(Part(**part) for part in plain.pop("chain"))
+            chain = tuple(SnapshotChainFile(**part) for part in plain.pop("chain"))
             return cls(**plain, chain=chain)
         except (TypeError, KeyError):
             raise CheckpointError(f"{path} is not a manifest of ours; restore it from a copy") from None
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return plain
 
 
-class Restorable(Kept, Protocol):
+class RestorableShard(PersistableShard, Protocol):
     """What a shard offers to be brought back."""
 
     @property
@@ -141,27 +141,27 @@ class Restorable(Kept, Protocol):
         """Why the state is not what its journal says; '' where it is."""
         ...
 
-    def facts(self) -> Sequence[Frame]:
+    def facts(self) -> Sequence[WireMessage]:
         """Everything but rows and dense blocks: version, sequence numbers, members, pending pushes, ..."""
         ...
 
-    def restore_facts(self, facts: Sequence[Frame]) -> None: ...
+    def restore_facts(self, facts: Sequence[WireMessage]) -> None: ...
 
-    def load_facts(self, facts: Sequence[Frame]) -> None:
+    def load_facts(self, facts: Sequence[WireMessage]) -> None:
         """Of a checkpoint: version and table steps, but not who was there."""
         ...
 
     def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
         """Changes up to these LSNs do not touch a bucket, or the dense blocks: they are in what was restored."""
 
-    def apply(self, frame: Frame) -> Any:
+    def apply(self, frame: WireMessage) -> Any:
         """Make a change that the journal holds, as when it was made first."""
 
     def forget(self) -> None:
         """Drop all rows, blocks and facts: a shard as it was when the job opened."""
 
 
-def restore(shard: Restorable, directory: Path, manifest: Manifest) -> int:
+def restore(shard: RestorableShard, directory: Path, manifest: Manifest) -> int:
     """Bring the shard to the state of ``directory``, all of it or nothing; how many changes were replayed."""
     try:
         with shard.lock, ExitStack() as stack:
@@ -202,7 +202,7 @@ def _put(tables: Mapping[str, Table], file: SnapshotFile) -> None:
             table.mark_clean(bucket)
 
 
-def put_rows(table: Table, name: str, bucket: int, rows: Rows, path: Path) -> None:
+def put_rows(table: Table, name: str, bucket: int, rows: BucketRows, path: Path) -> None:
     """Rows of a file into a table, if they are of its shape."""
     if rows.records.ndim != 2 or rows.records.shape[1] != table.words or len(rows.records) != len(rows.ids):
         raise CheckpointError(

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.os_errors import cannot_read, cannot_write
-from echelon.parameter_server.persistence.file_record import Record, Torn, encode, read, write_all
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.dense import Dense
-from echelon.parameter_server.table import Rows, Table
+from echelon.parameter_server.persistence.file_record import MessageRecord, TornRecord, encode, read, write_all
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.dense import DenseShard
+from echelon.parameter_server.table import BucketRows, Table
 
 FORMAT = 1
 #: Small buckets are taken together until they are as large as this, or took so many seconds: a busy lock that is asked
@@ -31,7 +31,7 @@ FORMAT = 1
 _TOGETHER, _MOMENT = 1 << 20, 0.001
 
 
-class Kept(Protocol):
+class PersistableShard(Protocol):
     """What a shard offers to be kept. All of it is called under the shard's lock."""
 
     @property
@@ -41,11 +41,11 @@ class Kept(Protocol):
     def tables(self) -> Mapping[str, Table]: ...
 
     @property
-    def dense(self) -> Dense: ...
+    def dense(self) -> DenseShard: ...
 
 
 @dataclass(frozen=True)
-class Written:
+class SnapshotFileStats:
     """A finished file: its size, where its index begins, and what its rows weigh."""
 
     bytes: int
@@ -54,7 +54,7 @@ class Written:
 
 
 @dataclass
-class Place:
+class BucketLocation:
     """Where a bucket lies in the file, and the LSN up to which it is right."""
 
     lsn: int
@@ -62,14 +62,14 @@ class Place:
     rows: int
 
 
-class Writing:
+class RecordFileWriter:
     """A file of records under construction."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
         self._handle = self._guarded(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
 
-    def add(self, lsn: int, frame: Frame) -> int:
+    def add(self, lsn: int, frame: WireMessage) -> int:
         """Write a record; where it lies."""
         offset = self.size
         self.size += self._guarded(lambda: write_all(self._handle, encode(lsn, frame)))
@@ -89,21 +89,21 @@ class Writing:
 
 
 #: A shard and its lock: ``with held() as shard``.
-Held = Callable[[], AbstractContextManager[Kept]]
+Held = Callable[[], AbstractContextManager[PersistableShard]]
 
 
 def write(
-    held: Held, path: Path, about: dict[str, Any], facts: Sequence[Frame], *, lsn: int, delta: bool, clean: bool
-) -> Written:
+    held: Held, path: Path, about: dict[str, Any], facts: Sequence[WireMessage], *, lsn: int, delta: bool, clean: bool
+) -> SnapshotFileStats:
     """Write the shard's state to ``path``; on the disk when this returns.
 
     lsn:    that ``facts`` belong to
     delta:  only what changed since the last time with ``clean``
     clean:  what is written counts as saved: the next delta begins here
     """
-    file = Writing(path)
+    file = RecordFileWriter(path)
     try:
-        file.add(lsn, Frame({"format": FORMAT, **about}))
+        file.add(lsn, WireMessage({"format": FORMAT, **about}))
         index: dict[str, Any] = {"facts": [file.add(lsn, frame) for frame in facts]}
         with held() as shard:
             tables = {name: list(table.buckets) for name, table in shard.tables.items()}
@@ -111,30 +111,30 @@ def write(
         index["dense_lsn"], index["dense"] = _write_dense(held, file)
         index["tables"] = {name: len(places[name]) for name in places}
         flat = [[bucket, p.lsn, p.offset, p.rows] for table in places.values() for bucket, p in table.items()]
-        start = file.add(lsn, Frame(index, [np.array(flat, np.int64).reshape(-1, 4)]))
+        start = file.add(lsn, WireMessage(index, [np.array(flat, np.int64).reshape(-1, 4)]))
         file.sync()
-        return Written(file.size, start, sum(row[3] for row in flat))
+        return SnapshotFileStats(file.size, start, sum(row[3] for row in flat))
     finally:
         file.close()
 
 
 def _write_table(
-    held: Held, file: Writing, name: str, buckets: list[int], delta: bool, clean: bool
-) -> dict[int, Place]:
+    held: Held, file: RecordFileWriter, name: str, buckets: list[int], delta: bool, clean: bool
+) -> dict[int, BucketLocation]:
     places, left = {}, buckets[::-1]
     while left:
         with held() as shard:
             lsn, taken = shard.lsn, _take(shard.tables[name], left, delta, clean)
         for bucket, rows in taken:
             count = len(rows.ids) + len(rows.removed)
-            frame = Frame({"table": name, "bucket": bucket}, [rows.ids, rows.records, rows.removed])
-            places[bucket] = Place(lsn, file.add(lsn, frame) if count else -1, count)
+            frame = WireMessage({"table": name, "bucket": bucket}, [rows.ids, rows.records, rows.removed])
+            places[bucket] = BucketLocation(lsn, file.add(lsn, frame) if count else -1, count)
     return places
 
 
-def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple[int, Rows]]:
+def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple[int, BucketRows]]:
     """The next bucket of ``left`` (from its end), and more if they are small."""
-    taken: list[tuple[int, Rows]] = []
+    taken: list[tuple[int, BucketRows]] = []
     nbytes, until = 0, time.monotonic() + _MOMENT
     while left and not (taken and (nbytes >= _TOGETHER or time.monotonic() > until)):
         bucket = left.pop()
@@ -146,11 +146,11 @@ def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple
     return taken
 
 
-def _write_dense(held: Held, file: Writing) -> tuple[int, list[int]]:
+def _write_dense(held: Held, file: RecordFileWriter) -> tuple[int, list[int]]:
     """All dense blocks are of one LSN: copied under the lock, written after it."""
     with held() as shard:
         lsn, arrays = shard.lsn, shard.dense.to_arrays()
-    return lsn, [file.add(lsn, Frame({"dense": name}, [arrays.pop(name)])) for name in list(arrays)]
+    return lsn, [file.add(lsn, WireMessage({"dense": name}, [arrays.pop(name)])) for name in list(arrays)]
 
 
 @dataclass
@@ -160,7 +160,7 @@ class SnapshotFile:
     path: Path
     bytes: int
     index: int
-    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+    places: dict[str, dict[int, BucketLocation]] = field(default_factory=dict)
 
     def __enter__(self) -> SnapshotFile:
         try:
@@ -191,14 +191,14 @@ class SnapshotFile:
         self._heads, flat, start = frame.head, frame.arrays[0], 0
         for name, count in self._heads["tables"].items():
             part = flat[start : start + count].tolist()
-            self.places[name] = {bucket: Place(lsn, offset, rows) for bucket, lsn, offset, rows in part}
+            self.places[name] = {bucket: BucketLocation(lsn, offset, rows) for bucket, lsn, offset, rows in part}
             start += count
 
-    def at(self, offset: int) -> Record:
+    def at(self, offset: int) -> MessageRecord:
         """The record that begins at ``offset``."""
         try:
             return read(self._handle, self.path, offset, self.bytes)
-        except Torn:
+        except TornRecord:
             raise CheckpointError(
                 f"{self.path} is damaged at byte {offset}: a record runs over its end; restore the file from a copy"
             ) from None
@@ -207,7 +207,7 @@ class SnapshotFile:
     def dense_lsn(self) -> int:
         return int(self._heads["dense_lsn"])
 
-    def facts(self) -> list[Frame]:
+    def facts(self) -> list[WireMessage]:
         return [self.at(offset).frame for offset in self._heads["facts"]]
 
     def dense(self) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -215,13 +215,13 @@ class SnapshotFile:
             frame = self.at(offset).frame
             yield frame.head["dense"], frame.arrays[0]
 
-    def rows(self, table: str, bucket: int) -> Rows | None:
+    def rows(self, table: str, bucket: int) -> BucketRows | None:
         """The rows of a bucket; None when the file has none of it."""
         place = self.places.get(table, {}).get(bucket)
         if place is None or place.offset < 0:
             return None
         ids, records, removed = self.at(place.offset).frame.arrays
-        return Rows(ids, records, removed)
+        return BucketRows(ids, records, removed)
 
     def verify(self) -> None:
         """Read everything once: raises when anything is not as it was written."""
@@ -230,13 +230,13 @@ class SnapshotFile:
             offset = self.at(offset).end
 
 
-def merged(older: Rows | None, newer: Rows | None) -> Rows | None:
+def merge_delta_rows(older: BucketRows | None, newer: BucketRows | None) -> BucketRows | None:
     """A bucket's rows with a later delta upon them."""
     if older is None or newer is None:
         return newer if older is None else older
     kept = ~np.isin(older.ids, np.concatenate([newer.ids, newer.removed]))
     gone = older.removed[~np.isin(older.removed, newer.ids)]
-    return Rows(
+    return BucketRows(
         np.concatenate([older.ids[kept], newer.ids]),
         np.concatenate([older.records[kept], newer.records]),
         np.unique(np.concatenate([gone, newer.removed])),

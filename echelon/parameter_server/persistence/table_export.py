@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import CheckpointError, UsageError, nearest
 from echelon.checkpoint.os_errors import cannot_write
-from echelon.parameter_server.persistence.checkpoint import Saved, locate
-from echelon.parameter_server.persistence.snapshot import SnapshotFile, merged
-from echelon.parameter_server.table import Rows
+from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, locate
+from echelon.parameter_server.persistence.snapshot import SnapshotFile, merge_delta_rows
+from echelon.parameter_server.table import BucketRows
 from echelon.parameter_server.table.records import META, WAITING
 
 Format = Literal["parquet", "safetensors"]
@@ -35,17 +35,17 @@ _HEADER = 1024
 
 
 @dataclass(frozen=True)
-class Exported:
+class TableExport:
     """Rows for a file, one bucket at a time. ``delta``: ids that went are part of it."""
 
     name: str
     dim: int
-    buckets: Iterable[Rows]
+    buckets: Iterable[BucketRows]
     delta: bool = False
     version: int = 0
 
 
-def write_table(table: Exported, out: Path, format: str | None = None) -> int:
+def write_table(table: TableExport, out: Path, format: str | None = None) -> int:
     """Write ``table`` to ``out``, complete under its name or not there; how many rows."""
     format = format or out.suffix.removeprefix(".")
     writers = {"parquet": _write_parquet, "safetensors": _write_safetensors}
@@ -67,18 +67,18 @@ def export_checkpoint(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], table: str | None = None, format: str | None = None
 ) -> int:
     """Write a table of a checkpoint to a file, without servers; ``table`` may be left out where there is one."""
-    with Saved(locate(checkpoint)) as saved:
+    with ServerCheckpoint(locate(checkpoint)) as saved:
         name = _chosen(table, saved.tables(), saved.path)
         dim = next(spec.dim for spec in saved.jobs[0].tables if spec.name == name)
-        return write_table(Exported(name, dim, saved.buckets(name), version=saved.step), Path(out), format)
+        return write_table(TableExport(name, dim, saved.buckets(name), version=saved.step), Path(out), format)
 
 
-def chained(files: list[SnapshotFile], table: str) -> Iterator[Rows]:
+def merge_delta_chain(files: list[SnapshotFile], table: str) -> Iterator[BucketRows]:
     """A table's buckets with every delta of a chain upon them."""
     for bucket in files[-1].places.get(table, {}):
-        rows: Rows | None = None
+        rows: BucketRows | None = None
         for file in files:
-            rows = merged(rows, file.rows(table, bucket))
+            rows = merge_delta_rows(rows, file.rows(table, bucket))
         if rows is not None:
             yield rows
 
@@ -96,7 +96,7 @@ def _chosen(table: str | None, known: list[str], path: Path) -> str:
     raise UsageError(f"{path} has no table '{table}'{nearest(table, known)}")
 
 
-def _values(rows: Rows, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _values(rows: BucketRows, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Ids and weights of the rows that exist."""
     there = (rows.records[:, -META] & np.uint32(WAITING)) == 0
     weights: NDArray[np.float32] = np.ascontiguousarray(rows.records[there, :dim]).view(np.float32)
@@ -106,7 +106,7 @@ def _values(rows: Rows, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32
 # ---- Parquet ----
 
 
-def _write_parquet(table: Exported, path: Path) -> int:
+def _write_parquet(table: TableExport, path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -123,7 +123,7 @@ def _write_parquet(table: Exported, path: Path) -> int:
         return count + _write_group(writer, group)
 
 
-def _batch(rows: Rows, table: Exported, schema: Any) -> Any:
+def _batch(rows: BucketRows, table: TableExport, schema: Any) -> Any:
     import pyarrow as pa
 
     ids, weights = _values(rows, table.dim)
@@ -147,7 +147,7 @@ def _write_group(writer: Any, group: list[Any]) -> int:
 # ---- safetensors ----
 
 
-def _write_safetensors(table: Exported, path: Path) -> int:
+def _write_safetensors(table: TableExport, path: Path) -> int:
     """Weights as they come; ids and removed ones into files beside it, which follow when their numbers are known."""
     with ExitStack() as stack:
         out = stack.enter_context(path.open("wb"))
@@ -175,7 +175,7 @@ def _beside(stack: ExitStack, path: Path) -> BinaryIO:
     return file
 
 
-def _header(table: Exported, rows: int, removed: int) -> bytes:
+def _header(table: TableExport, rows: int, removed: int) -> bytes:
     shapes: list[tuple[str, str, list[int]]] = [("weights", "F32", [rows, table.dim]), ("ids", "I64", [rows])]
     if table.delta:
         shapes.append(("removed", "I64", [removed]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from echelon.parameter_server.protocol.message import MAX_ARRAYS, MAX_HEAD, Frame, FrameError, pack, unpack
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, MAX_HEAD, WireMessage, WireMessageError, pack, unpack
 
 _BLOB = pa.large_binary()
 SCHEMA = pa.schema([("head", _BLOB), *((f"array{at}", _BLOB) for at in range(MAX_ARRAYS))])
@@ -26,20 +26,20 @@ def _column(body: Any, size: int) -> Any:
 _ABSENT = [_column(b"", 0)] * MAX_ARRAYS
 
 
-def to_batch(frame: Frame) -> Any:
+def to_batch(frame: WireMessage) -> Any:
     """The frame as a record batch of one row; its arrays must stay unchanged until it is sent."""
     head, bodies = pack(frame)
     columns = [_column(head, len(head)), *(_column(body, body.nbytes) for body in bodies), *_ABSENT[len(bodies) :]]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def from_batch(batch: Any) -> Frame:
+def from_batch(batch: Any) -> WireMessage:
     """The reverse, for a batch of ``SCHEMA``; what a stranger may have made up is checked before it is touched."""
     if batch is None or batch.num_rows != 1:
-        raise FrameError(f"a message of {0 if batch is None else batch.num_rows} rows; it must have one")
+        raise WireMessageError(f"a message of {0 if batch is None else batch.num_rows} rows; it must have one")
     head = _body(batch, 0)
     if len(head) > MAX_HEAD:
-        raise FrameError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
+        raise WireMessageError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
     return unpack(bytes(head), _Bodies(batch))
 
 
@@ -63,8 +63,8 @@ def _body(batch: Any, at: int) -> memoryview:
     column = batch.column(at)
     valid, offsets, data = column.buffers()
     if valid is not None or column.offset or offsets is None or offsets.size < _OFFSETS.size:
-        raise FrameError("a message whose columns are not plain bytes")
+        raise WireMessageError("a message whose columns are not plain bytes")
     first, last = _OFFSETS.unpack_from(offsets)
     if not 0 <= first <= last <= (data.size if data is not None else 0):
-        raise FrameError(f"a message whose bytes {first} to {last} are not there")
+        raise WireMessageError(f"a message whose bytes {first} to {last} are not there")
     return memoryview(data)[first:last] if data is not None else memoryview(b"")

@@ -25,17 +25,17 @@ from echelon.base.errors import EchelonError, PeerLost
 from echelon.base.security import OPEN, Security
 from echelon.parameter_server.protocol.arrow_wire import to_batch
 from echelon.parameter_server.protocol.connection import (
-    Broken,
-    Connection,
+    FlightConnection,
+    ServerConnectionLost,
     explain,
-    foreign,
+    explain_foreign_server,
+    explain_tls_rejection,
     one_line,
     refusal,
-    turned_away,
 )
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 
-Call = Callable[[Frame], Frame]
+Call = Callable[[WireMessage], WireMessage]
 Hello = Callable[[Call], None]
 
 #: Seconds between attempts to connect: the first and the longest.
@@ -49,29 +49,29 @@ INTRODUCTIONS = ("hello", "open")
 
 
 @dataclass
-class _Waiting:
+class _PendingRequest:
     """A request that has no answer yet."""
 
     batch: Any
     op: str = ""
-    answer: Future[Frame] = field(default_factory=Future)
+    answer: Future[WireMessage] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.answer.set_running_or_notify_cancel()  # what was sent cannot be taken back
 
-    def resolve(self, frame: Frame) -> None:
+    def resolve(self, frame: WireMessage) -> None:
         line = frame.head.get("error")
         if line is None:
             self.answer.set_result(frame)
         else:
             self.answer.set_exception((PeerLost if frame.head.get("lost") else EchelonError)(str(line)))
 
-    def shows_state(self, frame: Frame) -> bool:
+    def shows_state(self, frame: WireMessage) -> bool:
         """Return True if this answer shows that the server holds values of the job."""
         return self.op not in INTRODUCTIONS or bool(frame.head.get("begun"))
 
 
-class Link:
+class ServerChannel:
     """The way to one server. ``send`` may be called from several threads; their order is that of the calls.
 
     hello:    called after the connection was made anew, with a function that asks on it, before anything is sent again
@@ -102,8 +102,8 @@ class Link:
         self._room = threading.Semaphore(in_flight)
         self._writing = threading.Lock()  # order of requests; held while one is written
         self._state = threading.Condition()  # the fields below; never held while anything is written or read
-        self._waiting: deque[_Waiting] = deque()
-        self._connection: Connection | None = None
+        self._waiting: deque[_PendingRequest] = deque()
+        self._connection: FlightConnection | None = None
         self._live = False  # requests go out as they come; else the thread sends those that wait
         self._over: EchelonError | None = None
         self._away_since: float | None = None
@@ -113,9 +113,9 @@ class Link:
 
     # ---- for callers ----
 
-    def send(self, frame: Frame) -> Future[Frame]:
+    def send(self, frame: WireMessage) -> Future[WireMessage]:
         """Send a request; its answer, later. Waits only if too many are under way."""
-        waiting = _Waiting(to_batch(frame), str(frame.head.get("op")))
+        waiting = _PendingRequest(to_batch(frame), str(frame.head.get("op")))
         self._room.acquire()
         with self._writing:
             with self._state:
@@ -133,7 +133,7 @@ class Link:
                     live.cut()  # the thread sees it, and mends it
         return waiting.answer
 
-    def call(self, frame: Frame) -> Frame:
+    def call(self, frame: WireMessage) -> WireMessage:
         """Send a request and wait for its answer; the server's error is raised here."""
         return self.send(frame).result()
 
@@ -174,7 +174,7 @@ class Link:
     def _run(self) -> None:
         try:
             while self._needed():
-                with contextlib.suppress(Broken):
+                with contextlib.suppress(ServerConnectionLost):
                     self._connect()
                     self._catch_up()
                     self._read_on()
@@ -202,7 +202,7 @@ class Link:
             try:
                 self._attempt()
                 return
-            except Broken as error:
+            except ServerConnectionLost as error:
                 self._drop()
                 self.trouble = str(error)
                 left = self._away_since + self._patience - time.monotonic()
@@ -215,7 +215,7 @@ class Link:
 
     def _attempt(self) -> None:
         with self._breaking():
-            connection = Connection(self.endpoint, self._security)
+            connection = FlightConnection(self.endpoint, self._security)
             with self._state:
                 self._connection = connection
             connection.act("ready", {}, min(PROBE, self.timeout))
@@ -228,13 +228,13 @@ class Link:
             if self._hello is not None:
                 self._hello(self._ask)
 
-    def _ask(self, frame: Frame) -> Frame:
+    def _ask(self, frame: WireMessage) -> WireMessage:
         """One question and its answer on a fresh connection."""
-        waiting = _Waiting(to_batch(frame))
+        waiting = _PendingRequest(to_batch(frame))
         waiting.resolve(self._exchange(waiting.batch))
         return waiting.answer.result()
 
-    def _exchange(self, batch: Any) -> Frame:
+    def _exchange(self, batch: Any) -> WireMessage:
         assert self._connection is not None
         with self._breaking():
             self._connection.write(batch)
@@ -257,7 +257,7 @@ class Link:
                 frame = self._connection.read()
             self._answered(frame)
 
-    def _answered(self, frame: Frame) -> None:
+    def _answered(self, frame: WireMessage) -> None:
         with self._state:
             if not self._waiting:  # closed meanwhile
                 return
@@ -286,10 +286,10 @@ class Link:
                     raise self._over from None
             line = refusal(error, self._security)
             if line is None and not self._acquainted:
-                line = turned_away(error, self.endpoint, self._security) or foreign(error)
+                line = explain_tls_rejection(error, self.endpoint, self._security) or explain_foreign_server(error)
             if line is not None:
                 raise EchelonError(f"{self.name} at {self.endpoint} {line}") from None
-            raise Broken(explain(error, self.endpoint)) from None
+            raise ServerConnectionLost(explain(error, self.endpoint)) from None
 
     def _end(self, error: EchelonError) -> None:
         """No more answers: everything that waits, and everything that comes, gets ``error``."""
@@ -317,7 +317,7 @@ class Link:
         )
 
 
-class Beats:
+class HeartbeatSender:
     """Tells every server, now and then, that this worker lives.
 
     Its connections are its own, so that no answer that takes long holds a beat up. A link whose server has stopped
@@ -333,12 +333,12 @@ class Beats:
         security: Security = OPEN,
         *,
         every: float = 2.0,
-        links: Sequence[Link] = (),
+        links: Sequence[ServerChannel] = (),
         hear: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
         self._worker, self._security, self._every, self._hear = worker, security, every, hear
         self._links = {link.endpoint: link for link in links}
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, FlightConnection] = {}
         self._heard = dict.fromkeys(endpoints, time.monotonic())
         self._stop, self._process = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
@@ -363,7 +363,7 @@ class Beats:
     def _beat(self, endpoint: str) -> None:
         try:
             if endpoint not in self._connections:
-                self._connections[endpoint] = Connection(endpoint, self._security)
+                self._connections[endpoint] = FlightConnection(endpoint, self._security)
             answer = self._connections[endpoint].act("beat", {"worker": self._worker}, min(self._every, PROBE))
             self._heard[endpoint] = time.monotonic()
             if self._hear is not None:

@@ -15,7 +15,7 @@ from echelon.base.endpoints import split_endpoint
 from echelon.base.environment import PS_CA, PS_CERT, PS_KEY, PS_TOKEN
 from echelon.base.security import Security
 from echelon.parameter_server.protocol.arrow_wire import SCHEMA, from_batch
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 
 #: Names the one kind of stream there is.
 STREAM = b"frames"
@@ -23,11 +23,11 @@ STREAM = b"frames"
 _CHANNEL = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 
-class Broken(Exception):
+class ServerConnectionLost(Exception):
     """The connection is gone, and another may be made."""
 
 
-class Connection:
+class FlightConnection:
     """One connection to a server, and at most one stream on it. Raises what gRPC raises."""
 
     def __init__(self, endpoint: str, security: Security) -> None:
@@ -54,11 +54,11 @@ class Connection:
     def write(self, batch: Any) -> None:
         self._writer.write_batch(batch)
 
-    def read(self) -> Frame:
+    def read(self) -> WireMessage:
         try:
             return from_batch(self._reader.read_chunk().data)
         except StopIteration:
-            raise Broken("the server ended the stream") from None
+            raise ServerConnectionLost("the server ended the stream") from None
 
     def cut(self) -> None:
         """Make whoever reads or writes return with an error. May be called from any thread."""
@@ -97,7 +97,7 @@ def refusal(error: BaseException, security: Security) -> str | None:
     return None
 
 
-def foreign(error: BaseException) -> str | None:
+def explain_foreign_server(error: BaseException) -> str | None:
     """Return what is wrong where a program answers that does not speak a server's protocol; else None."""
     text = str(error)
     if "Failed parsing HTTP/2" not in text and "http1.x server" not in text:
@@ -127,7 +127,7 @@ def _accepts(endpoint: str) -> bool:
         return False
 
 
-def turned_away(error: BaseException, endpoint: str, security: Security) -> str | None:
+def explain_tls_rejection(error: BaseException, endpoint: str, security: Security) -> str | None:
     """Whether a server that just hangs up does so for want of TLS or of a certificate: ask it in TLS.
 
     Twice, because one that is killed hangs up, too, but does not take the second call.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from echelon.base.errors import UsageError
 from echelon.parameter_server.protocol.hashing import stable_hash
-from echelon.parameter_server.protocol.job_spec import Block
+from echelon.parameter_server.protocol.job_spec import DenseBlock
 
 #: Fewer entries than this are not worth a block of their own.
 MIN_BLOCK = 8192
@@ -18,7 +18,7 @@ Dispatcher = Callable[[Sequence[str], int], Sequence[int]]
 SplitMethod = str | Dispatcher
 
 
-class Piece(NamedTuple):
+class DenseParameter(NamedTuple):
     """A dense parameter before it is cut. ``whole``: its optimizer looks at all of it, so it must not be."""
 
     name: str
@@ -28,13 +28,13 @@ class Piece(NamedTuple):
 
 
 def place(
-    pieces: Sequence[Piece],
+    pieces: Sequence[DenseParameter],
     servers: int,
     method: SplitMethod = "round_robin",
     *,
     slice_up: bool = True,
     min_block: int = MIN_BLOCK,
-) -> tuple[Block, ...]:
+) -> tuple[DenseBlock, ...]:
     """All parameters as blocks, each with its server."""
     cut = [
         (piece, offset, length)
@@ -44,7 +44,7 @@ def place(
     names = [f"{piece.name}.block{index}" for index, (piece, _, _) in enumerate(cut)]
     homes = _dispatch(names, servers, method)
     return tuple(
-        Block(
+        DenseBlock(
             parameter=piece.name,
             offset=offset,
             length=length,
@@ -56,14 +56,14 @@ def place(
     )
 
 
-def _cut(piece: Piece, servers: int, min_block: int) -> list[tuple[int, int]]:
+def _cut(piece: DenseParameter, servers: int, min_block: int) -> list[tuple[int, int]]:
     size, row = math.prod(piece.shape), max(1, math.prod(piece.shape[1:]))
     parts = min(servers, max(1, size // min_block))
     length = max(1, -(-math.ceil(size / parts) // row) * row)  # rounded up to whole rows
     return [(start, min(length, size - start)) for start in range(0, size, length)] or [(0, 0)]
 
 
-def _shape(piece: Piece, length: int) -> tuple[int, ...]:
+def _shape(piece: DenseParameter, length: int) -> tuple[int, ...]:
     if not piece.shape or length == math.prod(piece.shape):
         return piece.shape
     return (length // math.prod(piece.shape[1:]), *piece.shape[1:])

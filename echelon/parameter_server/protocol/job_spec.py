@@ -67,7 +67,7 @@ class TableSpec:
 
 
 @strict
-class Block:
+class DenseBlock:
     """A piece of a dense parameter: ``length`` entries from ``offset`` on, on server ``server``.
 
     rows:   the shape of the piece, so that optimizers that look at shapes see whole rows
@@ -91,7 +91,7 @@ class DenseRule:
 
 
 @strict
-class Keeping:
+class PersistenceSettings:
     """How a server keeps its state.
 
     journal:         write every push to a journal before it is answered, so that kill -9 loses none
@@ -124,12 +124,12 @@ class JobSpec:
     servers: int
     seed: int = 0
     tables: tuple[TableSpec, ...] = ()
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[DenseBlock, ...] = ()
     dense: DenseRule = DenseRule()
     staleness: int = 0
     compensate: float = 0.0
     patience: float = 60.0
-    keeping: Keeping = Keeping()
+    keeping: PersistenceSettings = PersistenceSettings()
     device: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:

@@ -18,25 +18,25 @@ KINDS = {kind: np.dtype(kind) for kind in ("int64", "int32", "float32", "float64
 MAX_HEAD, MAX_ARRAYS, MAX_BYTES = 16 * 2**20, 8, 2 * 2**30
 
 
-class FrameError(EchelonError):
+class WireMessageError(EchelonError):
     """Bytes that are no message of ours, or one beyond the limits."""
 
 
 @dataclass
-class Frame:
+class WireMessage:
     """``head`` is JSON; ``arrays`` are flat or shaped numpy arrays of the kinds above, at most eight."""
 
     head: dict[str, Any]
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
 
-def pack(frame: Frame) -> tuple[bytes, list[memoryview]]:
+def pack(frame: WireMessage) -> tuple[bytes, list[memoryview]]:
     """The head with the arrays' kinds and shapes in it, and the arrays' bytes, uncopied where they are contiguous."""
     arrays = [np.ascontiguousarray(array) for array in frame.arrays]
     shapes = [[array.dtype.name, list(array.shape)] for array in arrays]
     head = json.dumps({**frame.head, "arrays": shapes}, separators=(",", ":")).encode()
     if len(arrays) > MAX_ARRAYS or len(head) > MAX_HEAD or sum(array.nbytes for array in arrays) > MAX_BYTES:
-        raise FrameError(
+        raise WireMessageError(
             f"a message of {len(arrays)} arrays and {sum(array.nbytes for array in arrays)} bytes is over the limits "
             f"({MAX_ARRAYS} arrays, {MAX_BYTES} bytes); use smaller batches"
         )
@@ -45,20 +45,22 @@ def pack(frame: Frame) -> tuple[bytes, list[memoryview]]:
     ]
 
 
-def unpack(head: bytes, bodies: Sequence[Any]) -> Frame:
-    """The reverse; ``bodies`` are bytes-like. Anything that does not add up is a ``FrameError``."""
+def unpack(head: bytes, bodies: Sequence[Any]) -> WireMessage:
+    """The reverse; ``bodies`` are bytes-like. Anything that does not add up is a ``WireMessageError``."""
     if len(head) > MAX_HEAD:
-        raise FrameError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
+        raise WireMessageError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
     try:
         known = json.loads(head)
         shapes = known.pop("arrays")
         if not isinstance(shapes, list) or len(shapes) > min(MAX_ARRAYS, len(bodies)):
             raise ValueError("arrays that are not there")
-        return Frame(known, [_array(kind, shape, body) for (kind, shape), body in zip(shapes, bodies, strict=False)])
-    except FrameError:
+        return WireMessage(
+            known, [_array(kind, shape, body) for (kind, shape), body in zip(shapes, bodies, strict=False)]
+        )
+    except WireMessageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise FrameError(f"a message that cannot be read ({error})") from None
+        raise WireMessageError(f"a message that cannot be read ({error})") from None
 
 
 def _array(kind: str, shape: list[int], body: Any) -> NDArray[Any]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from echelon.base.errors import EchelonError, nearest
 from echelon.parameter_server.protocol.hashing import mix
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.dense import Dense, check_settings
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.dense import DenseShard, check_settings
 from echelon.strategy.table_rules import state_width
 
 Ids = NDArray[np.int64]
@@ -31,12 +31,12 @@ class RequestError(EchelonError):
 
 
 @dataclass
-class Layout:
+class ShardRequestSchema:
     """What a frame for one shard of a job must look like."""
 
     job: JobSpec
     buckets: range
-    dense: Dense
+    dense: DenseShard
     dims: dict[str, int] = field(init=False)
     widths: dict[str, int] = field(init=False)  # of a record: weights and state
 
@@ -46,7 +46,7 @@ class Layout:
 
 
 @dataclass
-class Pull:
+class PullRequest:
     """What a worker wants to read for a step: rows of some tables by their ids, and the dense blocks."""
 
     worker: int
@@ -59,7 +59,7 @@ class Pull:
 
 
 @dataclass
-class Push:
+class PushRequest:
     """A worker's update after a step."""
 
     worker: int
@@ -81,11 +81,11 @@ class Push:
     blob: NDArray[np.uint8] | None
 
 
-def read_pull(frame: Frame, layout: Layout) -> Pull:
+def read_pull(frame: WireMessage, layout: ShardRequestSchema) -> PullRequest:
     head = frame.head
     ids = _array(frame.arrays[0] if frame.arrays else np.empty(0, np.int64), np.int64, "ids")
     commit = head.get("commit")
-    return Pull(
+    return PullRequest(
         worker=worker_of(head),
         step=whole(head, "step", -1),
         commit=None if commit is None else whole(head, "commit", -1),
@@ -96,7 +96,7 @@ def read_pull(frame: Frame, layout: Layout) -> Pull:
     )
 
 
-def read_push(frame: Frame, layout: Layout) -> Push:
+def read_push(frame: WireMessage, layout: ShardRequestSchema) -> PushRequest:
     """A push whose every count, kind and length fits; ``check_numbers`` looks at the values."""
     head, arrays = frame.head, _named(frame)
     counts = _counts(head, layout)
@@ -109,7 +109,7 @@ def read_push(frame: Frame, layout: Layout) -> Push:
         raise RequestError(f"a push of kind {kind!r} came in mode '{layout.job.mode}', which takes '{wanted}'")
     if flag(head, "dense") != ("dense" in arrays):
         raise RequestError("a push says that it has dense gradients and does not, or has some and does not say so")
-    return Push(
+    return PushRequest(
         worker=worker_of(head),
         seq=whole(head, "seq", 0),
         weight=number(head, "weight", 1.0),
@@ -130,11 +130,11 @@ def read_push(frame: Frame, layout: Layout) -> Push:
     )
 
 
-def _pulled(arrays: dict[str, NDArray[Any]], counts: dict[str, int], layout: Layout) -> dict[str, Floats]:
+def _pulled(arrays: dict[str, NDArray[Any]], counts: dict[str, int], layout: ShardRequestSchema) -> dict[str, Floats]:
     return _cut_rows(arrays["pulled_rows"], counts, layout.dims, "pulled_rows") if "pulled_rows" in arrays else {}
 
 
-def check_numbers(push: Push, dense: Dense) -> None:
+def check_numbers(push: PushRequest, dense: DenseShard) -> None:
     """Refuse a push with a NaN or an infinity in it, naming where."""
     for kind, tables in (("gradient", push.rows), ("pulled value", push.pulled_rows)):
         for name, rows in tables.items():
@@ -209,7 +209,7 @@ def _short(value: Any) -> str:
 # ---- tables and arrays ----
 
 
-def _counts(head: dict[str, Any], layout: Layout) -> dict[str, int]:
+def _counts(head: dict[str, Any], layout: ShardRequestSchema) -> dict[str, int]:
     counts = head.get("tables", {})
     if not isinstance(counts, dict):
         raise RequestError(f"a request '{head.get('op')}' has tables={_short(counts)}; it must count ids by table")
@@ -220,27 +220,27 @@ def _counts(head: dict[str, Any], layout: Layout) -> dict[str, int]:
     return counts
 
 
-def known_table(name: Any, layout: Layout) -> str:
+def known_table(name: Any, layout: ShardRequestSchema) -> str:
     if not isinstance(name, str) or name not in layout.dims:
         raise RequestError(f"this job has no table {_short(name)}{nearest(str(name)[:60], layout.dims)}")
     return str(name)
 
 
-def _rates(head: dict[str, Any], layout: Layout) -> dict[str, float]:
+def _rates(head: dict[str, Any], layout: ShardRequestSchema) -> dict[str, float]:
     rates = head.get("lrs", {})
     if not isinstance(rates, dict):
         raise RequestError(f"a push has lrs={_short(rates)}; it must give rates by table")
     return {known_table(name, layout): number(rates, name, 0.0) for name in rates}
 
 
-def _limits(head: dict[str, Any], layout: Layout) -> dict[str, int]:
+def _limits(head: dict[str, Any], layout: ShardRequestSchema) -> dict[str, int]:
     limits = head.get("limits", {})
     if not isinstance(limits, dict):
         raise RequestError(f"a push has limits={_short(limits)}; it must give rows by table")
     return {known_table(name, layout): whole(limits, name, 1) for name in limits}
 
 
-def _named(frame: Frame) -> dict[str, NDArray[Any]]:
+def _named(frame: WireMessage) -> dict[str, NDArray[Any]]:
     names = frame.head.get("has", [])
     known = isinstance(names, list) and all(isinstance(name, str) and name in OPTIONAL for name in names)
     if not known or len(names) != len(frame.arrays) or len(set(names)) != len(names):
@@ -264,7 +264,7 @@ def _of_length(array: NDArray[Any] | None, length: int, name: str) -> Floats | N
     return array
 
 
-def _cut_ids(ids: Ids, counts: dict[str, int], layout: Layout) -> dict[str, Ids]:
+def _cut_ids(ids: Ids, counts: dict[str, int], layout: ShardRequestSchema) -> dict[str, Ids]:
     if len(ids) != sum(counts.values()):
         raise RequestError(f"{len(ids)} ids came for counts of {sum(counts.values())}")
     buckets = layout.buckets

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, UsageError
-from echelon.parameter_server.protocol.job_spec import Block, DenseRule, JobSpec
+from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +34,17 @@ EXCLUDE = "exclude"
 MAX_ENTRIES = 2**36
 
 
-class Stretch(NamedTuple):
+class BlockRange(NamedTuple):
     """Where a block lies: entries ``start`` to ``stop`` of the flat values, from ``at`` on of parameter ``home``."""
 
-    block: Block
+    block: DenseBlock
     start: int
     stop: int
     home: int
     at: int
 
 
-class Dense:
+class DenseShard:
     """Values of this server's blocks in JobSpec order, one flat float32 vector to the outside.
 
     Element-wise optimizers see all blocks of a group as one vector: the same numbers in one call instead of one a
@@ -148,7 +148,7 @@ class Dense:
                     self._restore_state(stretch, name, array)
             self._values = None
 
-    def _restore_state(self, stretch: Stretch, name: str, array: NDArray[Any]) -> None:
+    def _restore_state(self, stretch: BlockRange, name: str, array: NDArray[Any]) -> None:
         import torch
 
         assert self._optimizer is not None
@@ -267,20 +267,20 @@ def _rate(job: JobSpec | DenseRule) -> dict[str, Any]:
     return known
 
 
-def _stretches(blocks: list[Block], rule: DenseRule) -> list[Stretch]:
+def _stretches(blocks: list[DenseBlock], rule: DenseRule) -> list[BlockRange]:
     groups = sorted({block.group for block in blocks})
     filled = dict.fromkeys(groups, 0)
     found, start = [], 0
     for number, block in enumerate(blocks):
         apart = rule.kind in LAYERWISE
         home, at = (number, 0) if apart else (groups.index(block.group), filled[block.group])
-        found.append(Stretch(block, start, start + block.length, home, at))
+        found.append(BlockRange(block, start, start + block.length, home, at))
         filled[block.group] += block.length
         start += block.length
     return found
 
 
-def _runs(stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:
+def _runs(stretches: list[BlockRange]) -> list[tuple[int, int, int, int]]:
     """Neighbours both in the flat values and in their parameter are copied as one: (start, stop, home, at)."""
     runs: list[tuple[int, int, int, int]] = []
     for stretch in stretches:
@@ -293,7 +293,7 @@ def _runs(stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:
     return runs
 
 
-def _parameters(stretches: list[Stretch], device: str) -> list[nn.Parameter]:
+def _parameters(stretches: list[BlockRange], device: str) -> list[nn.Parameter]:
     import torch
     from torch import nn
 
@@ -307,7 +307,7 @@ def _parameters(stretches: list[Stretch], device: str) -> list[nn.Parameter]:
     return [nn.Parameter(values) for values in made]
 
 
-def _optimizer(rule: DenseRule, stretches: list[Stretch], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(rule: DenseRule, stretches: list[BlockRange], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """One parameter group for each group of the job, in their order, also where this server has none of its blocks."""
     of_group: dict[int, dict[int, nn.Parameter]] = {}
     excluded: dict[int, nn.Parameter] = {}
@@ -325,14 +325,14 @@ def _optimizer(rule: DenseRule, stretches: list[Stretch], parameters: list[nn.Pa
     return made
 
 
-def _cut(tensor: Tensor, stretch: Stretch) -> Floats:
+def _cut(tensor: Tensor, stretch: BlockRange) -> Floats:
     """A block's entries of its parameter, or of a state of the same shape, in memory of their own."""
     part = tensor.detach().reshape(-1)[stretch.at : stretch.at + stretch.block.length]
     found: Floats = part.float().cpu().numpy().copy()
     return found
 
 
-def _paste(tensor: Tensor, values: Floats, stretch: Stretch) -> None:
+def _paste(tensor: Tensor, values: Floats, stretch: BlockRange) -> None:
     source = np.ascontiguousarray(values, np.float32)
     given = _tensor(source if source.flags.writeable else source.copy())
     tensor.detach().view(-1)[stretch.at : stretch.at + stretch.block.length].copy_(given)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Seat:
+class WorkerMembership:
     """A worker's place in the job.
 
     spans:       [first step, last step or None] of each time that it took part
@@ -31,11 +31,11 @@ class Seat:
         return any(first is not None and first <= step and (last is None or step <= last) for first, last in self.spans)
 
 
-class Members:
+class JobWorkers:
     """The workers of a job. Changed only by journaled requests, so that a replay gives the same."""
 
     def __init__(self, trainers: int) -> None:
-        self.seats = {worker: Seat([[0, None]]) for worker in range(trainers)}
+        self.seats = {worker: WorkerMembership([[0, None]]) for worker in range(trainers)}
 
     def at(self, step: int) -> list[int]:
         """Workers that take part in a step, in their order."""
@@ -55,7 +55,7 @@ class Members:
 
     def enter(self, worker: int, step: int, passes: int) -> None:
         """Takes part from ``step`` on; its pushes are counted from there."""
-        seat = self.seats.setdefault(worker, Seat())
+        seat = self.seats.setdefault(worker, WorkerMembership())
         if seat.live():
             seat.spans.pop()  # it never began: an entry that the other servers did not follow
         seat.spans = [*seat.spans[-3:], [step, None]]
@@ -78,13 +78,13 @@ class Members:
         return {str(worker): asdict(seat) for worker, seat in self.seats.items()}
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> Members:
+    def of(cls, facts: dict[str, Any]) -> JobWorkers:
         made = cls(0)
-        made.seats = {int(worker): Seat(**seat) for worker, seat in facts.items()}
+        made.seats = {int(worker): WorkerMembership(**seat) for worker, seat in facts.items()}
         return made
 
 
-class Beats:
+class WorkerHeartbeats:
     """When each worker was last heard of. Forgotten with the process: a server that comes back gives everyone time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -13,29 +13,29 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.errors import EchelonError, PeerLost
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import RequestError
 
 if TYPE_CHECKING:
-    from echelon.parameter_server.server.shard import Shard
+    from echelon.parameter_server.server.shard import ServerShard
 
 log = logging.getLogger("echelon.parameter_server")
 
 #: Carries a frame to another server of the job and brings its answer.
-Ask = Callable[[int, Frame], Frame]
+Ask = Callable[[int, WireMessage], WireMessage]
 
 
-class Council:
+class MembershipCoordinator:
     """One server's part in it. Its own lock is never wanted by somebody who holds the shard's."""
 
-    def __init__(self, shard: Shard, ask: Ask | None) -> None:
+    def __init__(self, shard: ServerShard, ask: Ask | None) -> None:
         self._shard, self._ask_server = shard, ask
         self._deciding = threading.RLock()
         self._asked: dict[int, float] = {}
 
     # ---- somebody waits ----
 
-    def look_after(self, missing: dict[int, str], what: str, waited: float) -> None:
+    def drop_silent_workers(self, missing: dict[int, str], what: str, waited: float) -> None:
         """Drop whoever is missing and silent; raise when waiting cannot help."""
         if missing == {-1: "a worker is joining"}:
             self._thaw_if_left()
@@ -137,12 +137,12 @@ class Council:
     # ---- inside ----
 
     def _change(self, head: dict[str, Any]) -> dict[str, Any]:
-        return self._shard.change(self._shard.stamped(Frame(head)))
+        return self._shard.change(self._shard.stamped(WireMessage(head)))
 
     def _ask(self, server: int, head: dict[str, Any]) -> dict[str, Any]:
         if self._ask_server is None:
             raise PeerLost(f"server {self._shard.server} has no way to server {server}")
-        answer = self._ask_server(server, Frame(dict(head))).head
+        answer = self._ask_server(server, WireMessage(dict(head))).head
         if "error" in answer:
             raise EchelonError(str(answer["error"]))
         return answer

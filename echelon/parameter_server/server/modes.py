@@ -11,22 +11,22 @@ from collections.abc import Callable
 import numpy as np
 
 from echelon.parameter_server.protocol.job_spec import JobSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.protocol.request import Push, RequestError
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.protocol.request import PushRequest, RequestError
 from echelon.parameter_server.server.dense import Floats
-from echelon.parameter_server.server.members import Members
+from echelon.parameter_server.server.members import JobWorkers
 from echelon.parameter_server.server.staleness import Staleness
-from echelon.parameter_server.server.store import Store
+from echelon.parameter_server.server.store import ServerStore
 from echelon.parameter_server.table import merge
 
 #: Steps that a worker may push ahead of what is applied, in sync mode: what is held waits in memory.
 MOST_AHEAD = 16
 
 
-class Mode:
+class UpdateMode:
     """``version`` counts what was applied: steps in sync mode, pushes in the others."""
 
-    def __init__(self, job: JobSpec, store: Store, members: Members, on_step: Callable[[], None]) -> None:
+    def __init__(self, job: JobSpec, store: ServerStore, members: JobWorkers, on_step: Callable[[], None]) -> None:
         self.job, self.store, self.members, self.on_step = job, store, members, on_step
         self.version = 0
         self.frozen = False  #: a worker is joining: nothing more is applied until all servers know it
@@ -35,10 +35,10 @@ class Mode:
 
     # ---- changes ----
 
-    def check(self, push: Push) -> None:
+    def check(self, push: PushRequest) -> None:
         """Refuse a push that is in order but comes at the wrong time."""
 
-    def take(self, push: Push, frame: Frame) -> int:
+    def take(self, push: PushRequest, frame: WireMessage) -> int:
         """A worker's next push; its staleness. ``frame`` is what it was read from."""
         raise NotImplementedError
 
@@ -72,36 +72,36 @@ class Mode:
 
     # ---- keeping ----
 
-    def pending(self) -> list[Frame]:
+    def pending(self) -> list[WireMessage]:
         """Pushes that were taken and not applied yet."""
         return []
 
-    def hold(self, push: Push, frame: Frame) -> None:
+    def hold(self, push: PushRequest, frame: WireMessage) -> None:
         """Take back a pending push."""
 
 
-class Sync(Mode):
+class SyncMode(UpdateMode):
     """One step of all: the weighted mean of the gradients of those who take part, applied when all have committed."""
 
-    def __init__(self, job: JobSpec, store: Store, members: Members, on_step: Callable[[], None]) -> None:
+    def __init__(self, job: JobSpec, store: ServerStore, members: JobWorkers, on_step: Callable[[], None]) -> None:
         super().__init__(job, store, members, on_step)
-        self._held: dict[int, dict[int, tuple[Push, Frame]]] = {}
+        self._held: dict[int, dict[int, tuple[PushRequest, WireMessage]]] = {}
 
-    def check(self, push: Push) -> None:
+    def check(self, push: PushRequest) -> None:
         if push.seq > self.version + MOST_AHEAD:
             raise RequestError(
                 f"worker {push.worker} pushed step {push.seq}, but step {self.version} is not applied yet; "
                 "pull the weights of a step before pushing it"
             )
 
-    def take(self, push: Push, frame: Frame) -> int:
+    def take(self, push: PushRequest, frame: WireMessage) -> int:
         self.hold(push, frame)
         if push.commit or self.job.servers == 1:
             self.members.seats[push.worker].committed = push.seq
         self.settle()
         return max(0, push.seq - push.version)
 
-    def hold(self, push: Push, frame: Frame) -> None:
+    def hold(self, push: PushRequest, frame: WireMessage) -> None:
         self._held.setdefault(push.seq, {})[push.worker] = (push, frame)
 
     def commit(self, worker: int, seq: int) -> None:
@@ -144,10 +144,10 @@ class Sync(Mode):
     def entry(self) -> int:
         return self.version + bool(self.members.at(self.version))
 
-    def pending(self) -> list[Frame]:
+    def pending(self) -> list[WireMessage]:
         return [frame for _, held in sorted(self._held.items()) for _, (_, frame) in sorted(held.items())]
 
-    def _apply(self, pushes: list[Push]) -> None:
+    def _apply(self, pushes: list[PushRequest]) -> None:
         for push in pushes:
             self.staleness.record(max(0, self.version - push.version))
         total = sum(push.weight for push in pushes)
@@ -164,7 +164,7 @@ class Sync(Mode):
             groups = next((push.groups for push in pushes if push.groups), [])
             self.store.update_dense(_weighted(dense), groups)
 
-    def _apply_table(self, name: str, taking: list[tuple[Push, float]]) -> None:
+    def _apply_table(self, name: str, taking: list[tuple[PushRequest, float]]) -> None:
         pushes = [push for push, _ in taking]
         ids, rows = merge([p.ids[name] for p in pushes], [p.rows[name] for p in pushes], [share for _, share in taking])
         rate = next((p.rates[name] for p in pushes if name in p.rates), None)
@@ -181,14 +181,14 @@ def _weighted(parts: list[tuple[Floats, float]]) -> Floats:
     return total
 
 
-class Async(Mode):
+class AsyncMode(UpdateMode):
     """Each push is applied at once."""
 
-    def check(self, push: Push) -> None:
+    def check(self, push: PushRequest) -> None:
         for name, ids in push.ids.items():
             self.store.check_room(name, ids)
 
-    def take(self, push: Push, frame: Frame) -> int:
+    def take(self, push: PushRequest, frame: WireMessage) -> int:
         staleness = max(0, self.version - push.version)
         self.members.seats[push.worker].committed = push.seq
         self._apply(push)
@@ -197,7 +197,7 @@ class Async(Mode):
         self.on_step()
         return staleness
 
-    def _apply(self, push: Push) -> None:
+    def _apply(self, push: PushRequest) -> None:
         for name, ids in push.ids.items():
             gradient = push.rows[name]
             if self.job.compensate and name in push.pulled_rows:
@@ -214,7 +214,7 @@ class Async(Mode):
         return gradient + np.float32(self.job.compensate) * gradient * gradient * (now - pulled)
 
 
-class Bounded(Async):
+class BoundedMode(AsyncMode):
     """As async, but nobody is more than ``staleness`` steps ahead of the slowest."""
 
     def missing(self, worker: int, step: int) -> dict[int, str]:
@@ -223,14 +223,14 @@ class Bounded(Async):
         return {other: f"is at step {seats[other].seq + 1}" for other in late}
 
 
-class Geo(Async):
+class GeoMode(AsyncMode):
     """Workers step by themselves and send what changed."""
 
-    def _apply(self, push: Push) -> None:
+    def _apply(self, push: PushRequest) -> None:
         for name, ids in push.ids.items():
             self.store.add(name, ids, push.rows[name], push.limits.get(name))
         if push.dense is not None:
             self.store.add_dense(push.dense)
 
 
-MODES: dict[str, type[Mode]] = {"sync": Sync, "async": Async, "bounded": Bounded, "geo": Geo}
+MODES: dict[str, type[UpdateMode]] = {"sync": SyncMode, "async": AsyncMode, "bounded": BoundedMode, "geo": GeoMode}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from echelon.base.errors import EchelonError
 from echelon.parameter_server.protocol.hashing import owned_by
 from echelon.parameter_server.protocol.job_spec import BUCKETS, TableSpec
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.store import even_share
 
 
@@ -29,7 +29,7 @@ class Occupancy:
         """Return True if some table's rows are counted here."""
         return bool(self._tables)
 
-    def note(self, answers: Sequence[Frame]) -> None:
+    def note(self, answers: Sequence[WireMessage]) -> None:
         """Take what each server's answer says of its rows; raise if a table that must keep its rows is over-full."""
         if not self._tables:
             return

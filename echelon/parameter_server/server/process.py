@@ -27,14 +27,14 @@ from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.security import Security
 from echelon.base.wait_notice import WaitNotice
 from echelon.distributed.ps_role import Role, find_role
-from echelon.parameter_server.persistence.persistence import Keeper, home_of
+from echelon.parameter_server.persistence.persistence import ShardPersistence, home_of
 from echelon.parameter_server.persistence.recovery import SESSION, find_job
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.server.port import Server
-from echelon.parameter_server.server.server_log import ServerFigures
-from echelon.parameter_server.server.server_peers import PATIENCE, Peers
-from echelon.parameter_server.server.shard import Shard
-from echelon.parameter_server.server.worker_arrivals import Company
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_log import ServerLog
+from echelon.parameter_server.server.server_peers import PATIENCE, ServerPeers
+from echelon.parameter_server.server.shard import ServerShard
+from echelon.parameter_server.server.worker_arrivals import WorkerArrivals
 
 #: Seconds between two looks at who is there.
 LOOK = 0.1
@@ -56,7 +56,7 @@ def serve(role: Role, *, state: Path | None = None, security: Security | None = 
     security = security or Security.from_environment(token=role.token or None)
     state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
     _without_helpers()
-    post = Post(role, state, security)
+    post = ParameterServerProcess(role, state, security)
     with _signals(post.stop):
         return post.hold()
 
@@ -70,19 +70,19 @@ def _without_helpers() -> None:
         torch.set_num_threads(1)
 
 
-class Post:
+class ParameterServerProcess:
     """A server at its post: its port, its shard, and the watch over who is there."""
 
     def __init__(self, role: Role, state: Path | None, security: Security) -> None:
         self._role, self._state = role, state
-        self._peers = Peers(role.endpoints, security)
+        self._peers = ServerPeers(role.endpoints, security)
         self._stop, self._revived, self._ending = threading.Event(), threading.Event(), threading.Event()
         self._code = 0
         keep = self._keeper if state is not None else None
-        self.shard = Shard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
-        self._server = Server(role.endpoints[role.index], self._handle, security)
-        self._company, self._reason = Company(role, self.shard), ""
-        self._figures = ServerFigures(role.index, self.shard, lambda: self._server.traffic)
+        self.shard = ServerShard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
+        self._server = FlightServer(role.endpoints[role.index], self._handle, security)
+        self._company, self._reason = WorkerArrivals(role, self.shard), ""
+        self._figures = ServerLog(role.index, self.shard, lambda: self._server.traffic)
 
     def hold(self) -> int:
         """Serve until there is a reason not to; the exit code."""
@@ -108,25 +108,25 @@ class Post:
         self._reason = f"server {self._role.index} was stopped by {signal.Signals(number).name}"
         self._stop.set()
 
-    def _handle(self, frame: Frame, gone: Callable[[], bool]) -> Frame:
+    def _handle(self, frame: WireMessage, gone: Callable[[], bool]) -> WireMessage:
         """Workers are answered when it is known whether this server has held their job before."""
         op, worker = frame.head.get("op"), frame.head.get("worker")
         if op in ("hello", "beat"):
-            self._company.greet(worker)
+            self._company.record_arrival(worker)
         if self._ending.is_set():
             self._company.tell(worker)
             if op == "beat":
-                return Frame({"ok": True, "ending": self._reason})
+                return WireMessage({"ok": True, "ending": self._reason})
             raise PeerLost(self._reason)
         if op == SESSION:
-            return Frame({"ok": True, SESSION: self.shard.job.session if self.shard.opened else None})
+            return WireMessage({"ok": True, SESSION: self.shard.job.session if self.shard.opened else None})
         while op not in UNGATED and not self._revived.wait(LOOK):
             if gone() or self._stop.is_set():
                 raise PeerLost(f"server {self._role.index} had not finished starting")
         answer = self.shard.handle(frame, gone)
         if self._ending.is_set():
             self._company.tell(worker)
-        return Frame({**answer.head, **self._company.news()}) if op == "beat" else answer
+        return WireMessage({**answer.head, **self._company.news()}) if op == "beat" else answer
 
     def _tell_reason(self) -> None:
         """Give the workers, which ask or beat every few seconds, the time to hear why this server ends."""
@@ -143,7 +143,7 @@ class Post:
             with WaitNotice(me, PATIENCE, component="ps").during(self._holder):
                 job = find_job(self._state, self._role.index, self._neighbour())
             if job is not None and job["servers"] == len(self._role.endpoints):
-                answer = self.shard.handle(Frame({"op": "open", "worker": -1, "job": job}))
+                answer = self.shard.handle(WireMessage({"op": "open", "worker": -1, "job": job}))
                 if "error" in answer.head:
                     raise EchelonError(answer.head["error"])
         self._revived.set()
@@ -162,10 +162,10 @@ class Post:
 
     # ---- keeping ----
 
-    def _keeper(self, shard: Any) -> Keeper:
-        return Keeper(shard, self._home(shard.job.session), shard.job.keeping, self._neighbour())
+    def _keeper(self, shard: Any) -> ShardPersistence:
+        return ShardPersistence(shard, self._home(shard.job.session), shard.job.keeping, self._neighbour())
 
-    def _neighbour(self) -> Callable[[Frame], Frame] | None:
+    def _neighbour(self) -> Callable[[WireMessage], WireMessage] | None:
         """Asks the server that keeps the replica of this one; None: it is the only one."""
         count = len(self._role.endpoints)
         return partial(self._peers.ask, (self._role.index + 1) % count) if count > 1 else None

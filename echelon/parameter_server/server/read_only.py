@@ -9,21 +9,21 @@ from pathlib import Path
 
 from echelon.base.security import Security
 from echelon.distributed.ps_role import Role
-from echelon.parameter_server.persistence.checkpoint import Saved, load_into, locate
+from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, load_into, locate
 from echelon.parameter_server.protocol.job_spec import JobSpec
-from echelon.parameter_server.server.port import Server
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.shard import ServerShard
 
 
 def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
     """Be server ``role.index`` of those that share the checkpoint; the exit code, 128 + n for signal n."""
     path = locate(checkpoint)
-    with Saved(path) as saved:
+    with ServerCheckpoint(path) as saved:
         job = _shared_by(saved.jobs[0], len(role.endpoints))
-    shard = Shard(role.index, job.servers, read_only=True)
+    shard = ServerShard(role.index, job.servers, read_only=True)
     shard.install(job)
     step = load_into(shard, path)
-    server = Server(role.endpoints[role.index], shard.handle, security)
+    server = FlightServer(role.endpoints[role.index], shard.handle, security)
     print(f"echelon: server {role.index} of {job.servers} serves step {step} at {server.endpoint}", flush=True)
     number = _signal()
     server.close()

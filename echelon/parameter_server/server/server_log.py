@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.process_info import process_memory
-from echelon.observability.runlog.log_files import Lines, server_file, surroundings
+from echelon.observability.runlog.log_files import JsonLinesFile, launcher_run_directory, server_file
 
 if TYPE_CHECKING:
-    from echelon.parameter_server.server.shard import Shard
+    from echelon.parameter_server.server.shard import ServerShard
 
 #: Seconds between two looks.
 PERIOD = 1.0
 
 
-class ServerFigures:
+class ServerLog:
     """traffic: bytes that came and went so far"""
 
-    def __init__(self, server: int, shard: Shard, traffic: Callable[[], tuple[int, int]]) -> None:
-        directory = surroundings()
-        self._lines = None if directory is None else Lines(directory / server_file(server))
+    def __init__(self, server: int, shard: ServerShard, traffic: Callable[[], tuple[int, int]]) -> None:
+        directory = launcher_run_directory()
+        self._lines = None if directory is None else JsonLinesFile(directory / server_file(server))
         self._shard, self._traffic = shard, traffic
         self._looked = 0.0
         self._before: dict[str, Any] = {}

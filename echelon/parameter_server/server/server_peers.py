@@ -8,23 +8,23 @@ from concurrent.futures import TimeoutError as NoAnswer
 
 from echelon.base.errors import PeerLost
 from echelon.base.security import Security
-from echelon.parameter_server.protocol.channel import Link
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.channel import ServerChannel
+from echelon.parameter_server.protocol.message import WireMessage
 
 #: Seconds that a server waits for another: enough for one that is killed to come back.
 PATIENCE = 20.0
 
 
-class Peers:
+class ServerPeers:
     """Links that are made when they are first needed, and anew after their server was lost."""
 
     def __init__(self, endpoints: Sequence[str], security: Security, patience: float = PATIENCE) -> None:
         self._endpoints, self._security, self._patience = list(endpoints), security, patience
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, ServerChannel] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, server: int, frame: Frame) -> Frame:
+    def ask(self, server: int, frame: WireMessage) -> WireMessage:
         """Another server's answer; ``PeerLost`` if there is none in time."""
         link = self._link(server)
         try:
@@ -42,18 +42,18 @@ class Peers:
         for link in links:
             link.close()
 
-    def _link(self, server: int) -> Link:
+    def _link(self, server: int) -> ServerChannel:
         with self._lock:
             if self._closed:
                 raise PeerLost(f"this server is ending and asks server {server} nothing more")
             if server not in self._links:
                 endpoint = self._endpoints[server]
-                self._links[server] = Link(
+                self._links[server] = ServerChannel(
                     endpoint, security=self._security, timeout=self._patience, name=f"server {server}"
                 )
             return self._links[server]
 
-    def _forget(self, server: int, link: Link) -> None:
+    def _forget(self, server: int, link: ServerChannel) -> None:
         with self._lock:
             if self._links.get(server) is link:
                 del self._links[server]

@@ -1,4 +1,4 @@
-"""``Shard``: one server of a job, as the frames that reach it see it. It knows nothing of networks."""
+"""``ServerShard``: one server of a job, as the frames that reach it see it. It knows nothing of networks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from echelon.base.errors import EchelonError, MismatchError, PeerLost, UsageError, nearest
 from echelon.parameter_server.protocol.job_spec import JobSpec, job_from_json
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import (
     MAX_WORKER,
-    Layout,
-    Pull,
-    Push,
+    PullRequest,
+    PushRequest,
     RequestError,
+    ShardRequestSchema,
     check_numbers,
     known_table,
     read_pull,
@@ -28,9 +28,9 @@ from echelon.parameter_server.protocol.request import (
     worker_of,
 )
 from echelon.parameter_server.server import dense
-from echelon.parameter_server.server.members import Seat
-from echelon.parameter_server.server.membership import Ask, Council
-from echelon.parameter_server.server.state import Keeper, State
+from echelon.parameter_server.server.members import WorkerMembership
+from echelon.parameter_server.server.membership import Ask, MembershipCoordinator
+from echelon.parameter_server.server.state import PersistenceProtocol, ServerState
 
 Gone = Callable[[], bool]
 
@@ -44,7 +44,7 @@ BETWEEN = ("verdict", "fence", "drop", "enter")
 EARLY = ("hello", "open", "stats", "beat", "mirror", "mirrored")
 
 
-class Shard(State):
+class ServerShard(ServerState):
     """One server: its state, and the requests of workers and other servers. Pulls take only a table's own mutex.
 
     ask:        carries a frame to another server of the job
@@ -56,21 +56,21 @@ class Shard(State):
     ) -> None:
         super().__init__(index, servers, **state)
         self.read_only = read_only
-        self.council = Council(self, ask)
+        self.council = MembershipCoordinator(self, ask)
         self._opening = threading.Lock()
         self._operations = _operations(self)
 
     # ---- requests ----
 
-    def handle(self, frame: Frame, gone: Gone = lambda: False) -> Frame:
+    def handle(self, frame: WireMessage, gone: Gone = lambda: False) -> WireMessage:
         """Answer one request. Called by one thread for each client; ``gone`` says that the client has hung up."""
         try:
             operation = self._operation(frame.head)
             return operation(frame, gone)
         except EchelonError as error:
-            return Frame({"error": " ".join(str(error).split()), "lost": isinstance(error, PeerLost)})
+            return WireMessage({"error": " ".join(str(error).split()), "lost": isinstance(error, PeerLost)})
 
-    def _operation(self, head: dict[str, Any]) -> Callable[[Frame, Gone], Frame]:
+    def _operation(self, head: dict[str, Any]) -> Callable[[WireMessage, Gone], WireMessage]:
         name = head.get("op")
         if not isinstance(name, str) or name not in self._operations:
             raise RequestError(f"there is no request {str(name)[:40]!r}{nearest(str(name)[:40], self._operations)}")
@@ -82,19 +82,19 @@ class Shard(State):
             self.beats.hear(worker_of({"worker": -1, **head}))
         return self._operations[name]
 
-    def hello(self, frame: Frame, gone: Gone) -> Frame:
+    def hello(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """What this server knows of a worker."""
         head: dict[str, Any] = {"ok": True, "server": self.server, "servers": self.servers, "opened": self.opened}
         if not self.opened:
-            return Frame(head)
+            return WireMessage(head)
         with self.lock:
             worker = worker_of(frame.head)
-            seat = self.members.seats.get(worker, Seat())
+            seat = self.members.seats.get(worker, WorkerMembership())
             head |= {"session": self.job.session, "seq": seat.seq, "version": self.version, "member": seat.live()}
             head |= {"begun": self.store.begun, "fenced": seat.fenced, "last": self.members.last_step(worker)}
-            return Frame(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
+            return WireMessage(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
 
-    def open(self, frame: Frame, gone: Gone) -> Frame:
+    def open(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """The first worker opens the job, the others agree. Another session takes the place of what was."""
         plain = frame.head.get("job")
         if not isinstance(plain, dict):
@@ -107,9 +107,9 @@ class Shard(State):
                 _check(job, self.servers)
                 self.install(job)
         self.beats.hear(worker_of(frame.head))
-        return Frame({"ok": True})
+        return WireMessage({"ok": True})
 
-    def begin(self, frame: Frame, gone: Gone) -> Frame:
+    def begin(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """The first values of the dense blocks. Worker 0's count, and only once."""
         values = frame.arrays[0] if frame.arrays else np.empty(0, np.float32)
         if values.dtype != np.float32 or values.size != self.dense.size:
@@ -119,9 +119,9 @@ class Shard(State):
         with self.lock:
             if worker_of(frame.head) == 0 and not self.store.begun:
                 self.change(self.stamped(frame))
-        return Frame({"ok": True})
+        return WireMessage({"ok": True})
 
-    def pull(self, frame: Frame, gone: Gone) -> Frame:
+    def pull(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Rows and blocks for a step, when it may begin."""
         pull = read_pull(frame, self.layout)
         if self.read_only and not pull.peek:
@@ -135,7 +135,7 @@ class Shard(State):
             told = {"version": self.version, "waited": waited} | ({} if pull.peek else self._step_figures())
         rows = [self._rows(name, ids, pull.state) for name, ids in pull.ids.items()]
         arrays = [rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.empty(0, np.float32)]
-        return Frame({"ok": True, **told}, arrays + [self.dense.values()] * pull.dense)
+        return WireMessage({"ok": True, **told}, arrays + [self.dense.values()] * pull.dense)
 
     def _step_figures(self) -> dict[str, Any]:
         """Return what all workers are told of the step before, the same to each: no worker has pushed the next one."""
@@ -145,7 +145,7 @@ class Shard(State):
         table = self.tables[name]
         return (table.pull_state(ids) if state else table.pull(ids)).reshape(-1)
 
-    def push(self, frame: Frame, gone: Gone) -> Frame:
+    def push(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """A worker's update: taken once, however often it comes."""
         layout = self.layout
         push = read_push(frame, layout)
@@ -162,9 +162,9 @@ class Shard(State):
                 answer = self.change(self.stamped(frame))
             if self.job.mode != "sync":  # there they are told with the step's end, the same to all workers
                 answer["rows"] = self.store.capped_rows()
-        return Frame({"ok": True, **answer}, [self.dense.values()] * push.values)
+        return WireMessage({"ok": True, **answer}, [self.dense.values()] * push.values)
 
-    def _check_order(self, push: Push, seat: Seat) -> None:
+    def _check_order(self, push: PushRequest, seat: WorkerMembership) -> None:
         if push.seq != seat.seq + 1:
             raise RequestError(
                 f"worker {push.worker}'s push {push.seq} came to server {self.server} after its push {seat.seq}; "
@@ -172,10 +172,10 @@ class Shard(State):
             )
         self.mode.check(push)
 
-    def commit(self, frame: Frame, gone: Gone) -> Frame:
+    def commit(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """All servers have a worker's pushes up to this one."""
         self._commit(worker_of(frame.head, 0), whole(frame.head, "seq", -1))
-        return Frame({"ok": True, "version": self.version})
+        return WireMessage({"ok": True, "version": self.version})
 
     def _commit(self, worker: int, seq: int) -> None:
         with self.lock:
@@ -183,13 +183,13 @@ class Shard(State):
             if seq > seat.seq:
                 raise RequestError(f"worker {worker} commits push {seq}, but its last one here is {seat.seq}")
             if seq > seat.committed:
-                self.change(self.stamped(Frame({"op": "commit", "worker": worker, "seq": seq})))
+                self.change(self.stamped(WireMessage({"op": "commit", "worker": worker, "seq": seq})))
 
-    def leave(self, frame: Frame, gone: Gone) -> Frame:
+    def leave(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """A worker is done. All that it pushed counts."""
         return self._once(frame, lambda worker: self.members.is_live(worker) and not self.members.seats[worker].fenced)
 
-    def new_pass(self, frame: Frame, gone: Gone) -> Frame:
+    def new_pass(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """A worker has been through the data once more; ``passes``, if given, says how many times altogether.
 
         Said again with no push between, it is the same pass: a retry.
@@ -202,24 +202,24 @@ class Shard(State):
 
         return self._once(frame, news)
 
-    def _once(self, frame: Frame, needed: Callable[[int], bool]) -> Frame:
+    def _once(self, frame: WireMessage, needed: Callable[[int], bool]) -> WireMessage:
         with self.lock:
             answer = self.change(self.stamped(frame)) if needed(worker_of(frame.head, 0)) else {}
-        return Frame({"ok": True, **answer})
+        return WireMessage({"ok": True, **answer})
 
-    def beat(self, frame: Frame, gone: Gone) -> Frame:
-        return Frame({"ok": True, "opened": self.opened})
+    def beat(self, frame: WireMessage, gone: Gone) -> WireMessage:
+        return WireMessage({"ok": True, "opened": self.opened})
 
-    def blob(self, frame: Frame, gone: Gone) -> Frame:
+    def blob(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """What a worker last had kept here of its own state."""
         kept = self.blobs.get(worker_of(frame.head), [])
-        return Frame({"ok": True, "steps": [seq for seq, _ in kept]}, [content for _, content in kept])
+        return WireMessage({"ok": True, "steps": [seq for seq, _ in kept]}, [content for _, content in kept])
 
-    def stats(self, frame: Frame, gone: Gone) -> Frame:
+    def stats(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Counters for people."""
         head: dict[str, Any] = {"ok": True, "server": self.server, "opened": self.opened, "lsn": self.lsn}
         if not self.opened:
-            return Frame(head)
+            return WireMessage(head)
         with self.lock:
             head |= {"version": self.version, "mode": self.job.mode, **self.counts}
             head |= {"staleness": self.mode.staleness.report(), "members": self.members.live()}
@@ -227,7 +227,7 @@ class Shard(State):
             head |= {"steps": {name: table.step for name, table in self.tables.items()}, "passes": self.store.passes}
         head["rows"] = {name: len(table) for name, table in self.tables.items()}
         head["bytes"] = {name: table.memory() for name, table in self.tables.items()}
-        return Frame(head | {"dense": self.dense.size, "silent": self._silences(), "broken": self.broken})
+        return WireMessage(head | {"dense": self.dense.size, "silent": self._silences(), "broken": self.broken})
 
     def figures(self) -> dict[str, Any]:
         """What a run writes down of this server, of an open job."""
@@ -242,13 +242,13 @@ class Shard(State):
 
     # ---- between servers ----
 
-    def verdict(self, frame: Frame, gone: Gone) -> Frame:
-        return Frame({"ok": True, **self.council.verdict(worker_of(frame.head, 0))})
+    def verdict(self, frame: WireMessage, gone: Gone) -> WireMessage:
+        return WireMessage({"ok": True, **self.council.verdict(worker_of(frame.head, 0))})
 
-    def join(self, frame: Frame, gone: Gone) -> Frame:
-        return Frame({"ok": True, **self.council.join(worker_of(frame.head, 0))})
+    def join(self, frame: WireMessage, gone: Gone) -> WireMessage:
+        return WireMessage({"ok": True, **self.council.join(worker_of(frame.head, 0))})
 
-    def told(self, frame: Frame, gone: Gone) -> Frame:
+    def told(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """What server 0 decided: fence, drop, enter."""
         head = frame.head
         worker_of(head, 0)
@@ -259,30 +259,30 @@ class Shard(State):
                 raise RequestError(
                     f"worker {head['worker']} is to join at step {head['step']}, which is over; join again"
                 )
-            return Frame({"ok": True, **self.change(self.stamped(frame))})
+            return WireMessage({"ok": True, **self.change(self.stamped(frame))})
 
     # ---- keeping ----
 
-    def save(self, frame: Frame, gone: Gone) -> Frame:
+    def save(self, frame: WireMessage, gone: Gone) -> WireMessage:
         self._kept(frame).save(Path(text(frame.head, "path")), whole(frame.head, "step", 0))
-        return Frame({"ok": True})
+        return WireMessage({"ok": True})
 
-    def load(self, frame: Frame, gone: Gone) -> Frame:
+    def load(self, frame: WireMessage, gone: Gone) -> WireMessage:
         step = self._kept(frame).load(Path(text(frame.head, "path")))
-        return Frame({"ok": True, "step": step})
+        return WireMessage({"ok": True, "step": step})
 
-    def export(self, frame: Frame, gone: Gone) -> Frame:
+    def export(self, frame: WireMessage, gone: Gone) -> WireMessage:
         head = frame.head
         since = None if head.get("since") is None else whole(head, "since", 0)
         table, form = known_table(head.get("table"), self.layout), text(head, "format")
         rows, version = self._kept(frame).export(Path(text(head, "path")), table, form, since)
-        return Frame({"ok": True, "rows": rows, "version": version})
+        return WireMessage({"ok": True, "rows": rows, "version": version})
 
-    def mirror(self, frame: Frame, gone: Gone) -> Frame:
+    def mirror(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """What another server wants kept here, or back."""
         return self._kept(frame).handle(frame)
 
-    def _kept(self, frame: Frame) -> Keeper:
+    def _kept(self, frame: WireMessage) -> PersistenceProtocol:
         if self.keeper is None:
             raise RequestError(
                 f"server {self.server} keeps nothing, so it cannot {frame.head['op']}; give it a directory"
@@ -291,7 +291,7 @@ class Shard(State):
 
     # ---- waiting ----
 
-    def _wait_for(self, pull: Pull, gone: Gone) -> float:
+    def _wait_for(self, pull: PullRequest, gone: Gone) -> float:
         def missing() -> dict[int, str]:
             if not self.store.begun:
                 if self.broken:
@@ -316,12 +316,12 @@ class Shard(State):
             if gone():
                 raise PeerLost(f"worker {worker} hung up while it waited for {what}")
             self.beats.hear(worker)
-            self.council.look_after(late, what, self._clock() - began)
+            self.council.drop_silent_workers(late, what, self._clock() - began)
             with self.lock:
                 if self.layout is layout and missing():
                     self.moved.wait(TICK)
 
-    def _check_going_on(self, layout: Layout) -> None:
+    def _check_going_on(self, layout: ShardRequestSchema) -> None:
         if self.reason:
             raise PeerLost(self.reason)
         if self.closed or self.layout is not layout:
@@ -351,9 +351,9 @@ class Shard(State):
             keeper.close()
 
 
-def _operations(shard: Shard) -> dict[str, Callable[[Frame, Gone], Frame]]:
+def _operations(shard: ServerShard) -> dict[str, Callable[[WireMessage, Gone], WireMessage]]:
     own = ("hello", "open", "begin", "pull", "push", "commit", "leave", "new_pass", "beat", "blob", "stats")
-    named: dict[str, Callable[[Frame, Gone], Frame]] = {name: getattr(shard, name) for name in own}
+    named: dict[str, Callable[[WireMessage, Gone], WireMessage]] = {name: getattr(shard, name) for name in own}
     named |= {"verdict": shard.verdict, "join": shard.join}
     named |= dict.fromkeys(BETWEEN[1:], shard.told)
     named |= {"save": shard.save, "load": shard.load, "export": shard.export}

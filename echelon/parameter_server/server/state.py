@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, MismatchError, PeerLost
 from echelon.parameter_server.protocol.job_spec import JobSpec
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.protocol.request import Layout, read_push
-from echelon.parameter_server.server.dense import Dense
-from echelon.parameter_server.server.members import Beats, Members, Seat
-from echelon.parameter_server.server.modes import MODES, Mode
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.protocol.request import ShardRequestSchema, read_push
+from echelon.parameter_server.server.dense import DenseShard
+from echelon.parameter_server.server.members import JobWorkers, WorkerHeartbeats, WorkerMembership
+from echelon.parameter_server.server.modes import MODES, UpdateMode
 from echelon.parameter_server.server.staleness import Staleness
-from echelon.parameter_server.server.store import Store
+from echelon.parameter_server.server.store import ServerStore
 from echelon.parameter_server.table import Table
 
 log = logging.getLogger("echelon.parameter_server")
@@ -29,7 +29,7 @@ log = logging.getLogger("echelon.parameter_server")
 BLOBS = 2
 
 
-class Keeper(Protocol):
+class PersistenceProtocol(Protocol):
     """Makes a shard outlive its process."""
 
     def start(self) -> bool:
@@ -37,10 +37,10 @@ class Keeper(Protocol):
 
     def close(self) -> None: ...
 
-    def append(self, frame: Frame) -> None:
+    def append(self, frame: WireMessage) -> None:
         """Write a change down; returns when it may be answered. Under the shard's lock."""
 
-    def handle(self, frame: Frame) -> Frame:
+    def handle(self, frame: WireMessage) -> WireMessage:
         """Answer ``mirror`` and ``mirrored``. This and what follows: not under the shard's lock."""
 
     def save(self, path: Path, step: int) -> None: ...
@@ -50,7 +50,7 @@ class Keeper(Protocol):
     def export(self, path: Path, table: str, format: str, since: int | None = None) -> tuple[int, int]: ...
 
 
-class State:
+class ServerState:
     """One server's state.
 
     Every change goes through ``change`` under one lock: first to the keeper, then to ``apply``, which reads no clock
@@ -66,7 +66,7 @@ class State:
         servers: int,
         *,
         directory: Path | None = None,
-        keep: Callable[[Any], Keeper | None] | None = None,
+        keep: Callable[[Any], PersistenceProtocol | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -76,7 +76,7 @@ class State:
         self.lsn = 0  #: changes applied so far
         self.opened = self.closed = False
         self.reason = ""  #: why the server ends, for callers that wait
-        self.keeper: Keeper | None = None
+        self.keeper: PersistenceProtocol | None = None
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
         self._directory, self._keep, self._clock, self._wall = directory, keep, clock, wall
         self._changes = _changes(self)
@@ -87,19 +87,19 @@ class State:
             self.opened = False
             if self.keeper is not None:
                 self.keeper.close()
-            self.job, self.store = job, Store(job, self.server, self._directory)
-            self.layout = Layout(job, self.store.buckets, self.store.dense)
-            self.members = Members(job.trainers)
-            self.mode: Mode = MODES[job.mode](job, self.store, self.members, self._finish_passes)
+            self.job, self.store = job, ServerStore(job, self.server, self._directory)
+            self.layout = ShardRequestSchema(job, self.store.buckets, self.store.dense)
+            self.members = JobWorkers(job.trainers)
+            self.mode: UpdateMode = MODES[job.mode](job, self.store, self.members, self._finish_passes)
             self.blobs: dict[int, list[tuple[int, NDArray[np.uint8]]]] = {}
             self.broken, self.keeper, self.lsn = "", None, 0
-            self.beats = Beats(self._clock)
+            self.beats = WorkerHeartbeats(self._clock)
             self.moved.notify_all()
         if self._keep is not None:
             self._bring_back(self._keep(self))
         self.opened = True
 
-    def _bring_back(self, keeper: Keeper | None) -> None:
+    def _bring_back(self, keeper: PersistenceProtocol | None) -> None:
         self.keeper = keeper  # from now on, for other servers may want back what it keeps of theirs
         try:
             if keeper is not None and keeper.start():
@@ -114,14 +114,14 @@ class State:
         return self.store.tables
 
     @property
-    def dense(self) -> Dense:
+    def dense(self) -> DenseShard:
         return self.store.dense
 
     @property
     def version(self) -> int:
         return self.mode.version
 
-    def seat(self, worker: int) -> Seat:
+    def seat(self, worker: int) -> WorkerMembership:
         """A member's place; an error for everybody else."""
         if self.broken:
             raise EchelonError(self.broken)
@@ -134,11 +134,11 @@ class State:
 
     # ---- changes ----
 
-    def stamped(self, frame: Frame) -> Frame:
+    def stamped(self, frame: WireMessage) -> WireMessage:
         """With the time in it: ``apply`` must not read a clock."""
-        return Frame({**frame.head, "now": int(self._wall())}, frame.arrays)
+        return WireMessage({**frame.head, "now": int(self._wall())}, frame.arrays)
 
-    def change(self, frame: Frame) -> dict[str, Any]:
+    def change(self, frame: WireMessage) -> dict[str, Any]:
         """Write a change down, then make it; what to answer."""
         with self.lock:
             if self.broken:
@@ -160,7 +160,7 @@ class State:
             raise EchelonError(self.broken)
         return answer
 
-    def apply(self, frame: Frame) -> dict[str, Any]:
+    def apply(self, frame: WireMessage) -> dict[str, Any]:
         """Make a change that was written down. Depends on nothing but the state and the frame."""
         with self.lock:
             try:
@@ -175,7 +175,7 @@ class State:
             finally:
                 self.lsn += 1
 
-    def _break(self, frame: Frame, error: BaseException) -> None:
+    def _break(self, frame: WireMessage, error: BaseException) -> None:
         """Mark the state as one that differs from its journal: it answers nothing and is not written to the disk."""
         head = frame.head
         of = f" {head['seq']}" if "seq" in head else ""
@@ -189,15 +189,15 @@ class State:
     def _note_evicted(self) -> None:
         for name, ids in self.store.evicted:
             if self.keeper is not None:
-                self.keeper.append(Frame({"op": "evicted", "table": name}, [ids]))
+                self.keeper.append(WireMessage({"op": "evicted", "table": name}, [ids]))
             self.lsn += 1
         self.store.evicted.clear()
 
-    def _apply_begin(self, frame: Frame) -> dict[str, Any]:
+    def _apply_begin(self, frame: WireMessage) -> dict[str, Any]:
         self.store.begin(frame.arrays[0] if frame.arrays else np.empty(0, np.float32))
         return {}
 
-    def _apply_push(self, frame: Frame) -> dict[str, Any]:
+    def _apply_push(self, frame: WireMessage) -> dict[str, Any]:
         push = read_push(frame, self.layout)
         self.members.seats[push.worker].seq = push.seq
         if push.blob is not None:
@@ -207,20 +207,20 @@ class State:
         staleness = self.mode.take(push, frame)
         return {"version": self.version, "staleness": staleness, "duplicate": False}
 
-    def _apply_commit(self, frame: Frame) -> dict[str, Any]:
+    def _apply_commit(self, frame: WireMessage) -> dict[str, Any]:
         self.mode.commit(frame.head["worker"], frame.head["seq"])
         return {}
 
-    def _apply_fence(self, frame: Frame) -> dict[str, Any]:
-        seat = self.members.seats.get(frame.head["worker"], Seat())
+    def _apply_fence(self, frame: WireMessage) -> dict[str, Any]:
+        seat = self.members.seats.get(frame.head["worker"], WorkerMembership())
         seat.fenced = True
         return {"committed": seat.committed}
 
-    def _apply_drop(self, frame: Frame) -> dict[str, Any]:
+    def _apply_drop(self, frame: WireMessage) -> dict[str, Any]:
         self._end(frame.head["worker"], frame.head["last"])
         return {}
 
-    def _apply_leave(self, frame: Frame) -> dict[str, Any]:
+    def _apply_leave(self, frame: WireMessage) -> dict[str, Any]:
         worker = frame.head["worker"]
         self._end(worker, self.members.seats[worker].seq)
         return {}
@@ -232,23 +232,23 @@ class State:
             self.mode.settle()
             self._finish_passes()
 
-    def _apply_freeze(self, frame: Frame) -> dict[str, Any]:
+    def _apply_freeze(self, frame: WireMessage) -> dict[str, Any]:
         self.mode.frozen = True
         last = self.members.last_step(frame.head["worker"])
         return {"step": self.mode.entry(), "version": self.version, "last": last}
 
-    def _apply_thaw(self, frame: Frame) -> dict[str, Any]:
+    def _apply_thaw(self, frame: WireMessage) -> dict[str, Any]:
         self.mode.frozen = False
         self.mode.settle()
         return {}
 
-    def _apply_enter(self, frame: Frame) -> dict[str, Any]:
+    def _apply_enter(self, frame: WireMessage) -> dict[str, Any]:
         worker = frame.head["worker"]
         self._end(worker, frame.head["last"])
         self.members.enter(worker, frame.head["step"], self.store.passes)
         return {}
 
-    def _apply_new_pass(self, frame: Frame) -> dict[str, Any]:
+    def _apply_new_pass(self, frame: WireMessage) -> dict[str, Any]:
         seat = self.seat(frame.head["worker"])
         seat.passes, seat.pass_after = frame.head.get("passes") or seat.passes + 1, seat.seq
         self._finish_passes()
@@ -265,35 +265,35 @@ class State:
         while self.store.passes < max(over, default=0):
             self.store.new_pass()
 
-    def _apply_evicted(self, frame: Frame) -> dict[str, Any]:
+    def _apply_evicted(self, frame: WireMessage) -> dict[str, Any]:
         self.store.remove(frame.head["table"], frame.arrays[0])
         return {}
 
     # ---- for the keeper, under the lock ----
 
-    def facts(self) -> Sequence[Frame]:
+    def facts(self) -> Sequence[WireMessage]:
         """Everything but rows and blocks: one frame of numbers, one for each blob and each pending push."""
         plain = {"lsn": self.lsn, "version": self.version, "frozen": self.mode.frozen, "broken": self.broken}
         plain["loss"] = self.mode.loss
         plain |= {"members": self.members.facts(), "staleness": self.mode.staleness.facts()}
         plain |= {"store": self.store.facts(), "counts": dict(self.counts)}
         blobs = [
-            Frame({"kind": "blob", "worker": worker, "seq": seq}, [content])
+            WireMessage({"kind": "blob", "worker": worker, "seq": seq}, [content])
             for worker, kept in self.blobs.items()
             for seq, content in kept
         ]
-        return [Frame({"kind": "facts", **plain}), *blobs, *self.pending()]
+        return [WireMessage({"kind": "facts", **plain}), *blobs, *self.pending()]
 
-    def pending(self) -> list[Frame]:
+    def pending(self) -> list[WireMessage]:
         """Pushes that were taken and not applied yet."""
         return self.mode.pending()
 
-    def restore_facts(self, facts: Sequence[Frame]) -> None:
+    def restore_facts(self, facts: Sequence[WireMessage]) -> None:
         """The reverse of ``facts``, for the same job on the same server."""
         plain = facts[0].head
         self.lsn, self.broken = plain["lsn"], plain["broken"]
         self.counts = dict(plain["counts"])
-        self.members.seats = Members.of(plain["members"]).seats
+        self.members.seats = JobWorkers.of(plain["members"]).seats
         self.mode.version, self.mode.frozen = plain["version"], plain["frozen"]
         self.mode.staleness, self.mode.loss = Staleness.of(plain["staleness"]), plain.get("loss")
         self.store.restore(plain["store"])
@@ -303,7 +303,7 @@ class State:
             else:
                 self.mode.hold(read_push(frame, self.layout), frame)
 
-    def load_facts(self, facts: Sequence[Frame]) -> None:
+    def load_facts(self, facts: Sequence[WireMessage]) -> None:
         """Of a checkpoint's facts what belongs to its rows and blocks. Steps of this job go on being counted."""
         self.store.restore({**facts[0].head["store"], "begun": True, "expired": {}})
 
@@ -316,6 +316,6 @@ class State:
         self.store.forget()
 
 
-def _changes(state: State) -> dict[str, Callable[[Frame], dict[str, Any]]]:
+def _changes(state: ServerState) -> dict[str, Callable[[WireMessage], dict[str, Any]]]:
     prefix = "_apply_"
     return {name.removeprefix(prefix): getattr(state, name) for name in dir(type(state)) if name.startswith(prefix)}

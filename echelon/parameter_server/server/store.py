@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from echelon.parameter_server.protocol.hashing import bucket_of, owned_by
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, TableSpec
-from echelon.parameter_server.server.dense import Dense, Floats
+from echelon.parameter_server.server.dense import DenseShard, Floats
 from echelon.parameter_server.table import Table
 
 Ids = NDArray[np.int64]
@@ -22,7 +22,7 @@ def even_share(capacity: int, buckets: range) -> int:
     return max(1, -(-capacity * len(buckets) // BUCKETS))
 
 
-class Store:
+class ServerStore:
     """Changed under the shard's apply lock only; rows and blocks may be read at any time.
 
     During a replay parts of it are ahead of the journal: ``floors`` says, for each table and bucket, up to which LSN
@@ -32,7 +32,7 @@ class Store:
     def __init__(self, job: JobSpec, server: int, directory: Path | None = None) -> None:
         self.buckets = owned_by(server, BUCKETS, job.servers)
         self.tables = {spec.name: self._table(spec, directory) for spec in job.tables}
-        self.dense = Dense(job, server)
+        self.dense = DenseShard(job, server)
         self.begun = not self.dense.size
         self.passes = 0
         self._seconds = {spec.name: spec.expire_seconds for spec in job.tables if spec.expire_seconds is not None}

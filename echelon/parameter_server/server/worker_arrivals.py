@@ -1,4 +1,4 @@
-"""``Company``: which workers have come to a server, what is said while some have not, and when it is no use to wait."""
+"""``WorkerArrivals``: which workers have come to a server, and when waiting for the others ends."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from echelon.base.endpoints import split_endpoint
 from echelon.base.errors import PeerLost
 from echelon.base.wait_notice import WaitNotice, name_ranks
 from echelon.distributed.ps_role import Role
-from echelon.parameter_server.server.shard import Shard
+from echelon.parameter_server.server.shard import ServerShard
 
 #: Seconds for another server to accept a connection before it is taken for missing.
 PROBE = 0.5
 
 
-class Company:
+class WorkerArrivals:
     """The workers that one server waits for, from its start on."""
 
-    def __init__(self, role: Role, shard: Shard) -> None:
+    def __init__(self, role: Role, shard: ServerShard) -> None:
         self._role, self._shard = role, shard
         self._me, self._began = f"server {role.index}", time.monotonic()
         self._greeted: set[int] = set()
         self._told: set[int] = set()
         self._notice = WaitNotice(self._me, role.join_timeout, component="ps")
 
-    def greet(self, worker: Any) -> None:
+    def record_arrival(self, worker: Any) -> None:
         """Note a worker that has said hello or beats, which it does before it opens the job."""
         if isinstance(worker, int) and worker >= 0:
             self._greeted.add(worker)

@@ -71,7 +71,7 @@ def lowest(regions: Int64s, words32: Words, words: int, score: int, limit: np.ui
     return n
 
 
-def evicted(regions: Int64s, words32: Words, words: int, score: int, number: int) -> NDArray[np.int64]:
+def select_evictions(regions: Int64s, words32: Words, words: int, score: int, number: int) -> NDArray[np.int64]:
     """The ids of the ``number`` rows that go (fewer if not so many may)."""
     known, left = 0, number
     for settled in range(0, 64, _DIGIT):

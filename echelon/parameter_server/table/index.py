@@ -140,7 +140,7 @@ def listed(regions: Int64s, which: int, keys: Int64s, values: Int64s) -> None:
             n += 1
 
 
-class Index:
+class BucketIndex:
     """The regions of the buckets that are held here; ``regions`` describes them to kernels."""
 
     def __init__(self, buckets: range) -> None:

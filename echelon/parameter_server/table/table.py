@@ -20,8 +20,8 @@ from echelon.parameter_server.protocol.job_spec import BUCKETS, TableSpec
 from echelon.parameter_server.table import claims, initial, records
 from echelon.parameter_server.table.arena import ROWS, STUCK, Arena
 from echelon.parameter_server.table.compiled import readable
-from echelon.parameter_server.table.eviction import OLDEST, RAREST, evicted
-from echelon.parameter_server.table.index import USED, Index, Int64s, find
+from echelon.parameter_server.table.eviction import OLDEST, RAREST, select_evictions
+from echelon.parameter_server.table.index import USED, BucketIndex, Int64s, find
 from echelon.parameter_server.table.records import CHANGED, COUNT, META, NEW, NOW, PINNED, SLOT, WAITING
 from echelon.parameter_server.table.updates import settings_of, update_of
 from echelon.strategy.table_rules import state_width
@@ -33,7 +33,7 @@ _EVERYONE = np.array([1.0, 1.0])
 _NOBODY = np.empty(0, np.int64)
 
 
-class Rows(NamedTuple):
+class BucketRows(NamedTuple):
     """Rows of one bucket as they are kept in files: record i belongs to ids[i]; ``removed`` were let go.
 
     An id that waits for admission has a record too, flagged WAITING, whose weights mean nothing.
@@ -71,7 +71,7 @@ class Table:
         self.step = 0
         self.passes = 0
         self._lock = threading.Lock()
-        self._index = Index(buckets)
+        self._index = BucketIndex(buckets)
         self._arena = Arena(self.words, directory if spec.disk else None)
         seed = np.array([spec.seed % 2**64], np.uint64).view(np.int64)[0]
         self._shape = np.array([self.dim, self.state, self.words, seed, 0], np.int64)
@@ -232,7 +232,7 @@ class Table:
         score = OLDEST if self.spec.on_full == "lru" else RAREST
         mine = self._found(ids)
         records.set_flags(mine, arena.words32, self.words, _ALL, PINNED)
-        gone = evicted(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
+        gone = select_evictions(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
         records.set_flags(mine, arena.words32, self.words, _ALL ^ PINNED, 0)
         if len(gone) < over:
             raise EchelonError(
@@ -294,7 +294,7 @@ class Table:
 
     # files
 
-    def rows_of(self, bucket: int, *, changed_only: bool = False) -> Rows:
+    def rows_of(self, bucket: int, *, changed_only: bool = False) -> BucketRows:
         """All of a bucket in the order of ids, or what changed since ``mark_clean``: the same whatever came before."""
         with self._lock:
             ids, values = self._index.pairs(bucket)
@@ -302,7 +302,7 @@ class Table:
             if changed_only:
                 changed = self._meta(values, 0) >= CHANGED
                 ids, values = ids[changed], values[changed]
-            return Rows(ids, self._copied(values), removed)
+            return BucketRows(ids, self._copied(values), removed)
 
     def _gone(self, bucket: int, present: Int64s) -> Int64s:
         parts = self._removed.get(bucket, [])
@@ -331,7 +331,7 @@ class Table:
             values = claims.waiting(counts & np.uint32(COUNT), seen, np.zeros(len(ids), np.bool_))
             claims.put_values(ids, values, self._index.regions)
 
-    def put_rows(self, bucket: int, rows: Rows) -> None:
+    def put_rows(self, bucket: int, rows: BucketRows) -> None:
         """Restore: drop ``rows.removed``, then insert or overwrite the records; they count as unchanged."""
         ids, kept = self._restorable(bucket, rows)
         waits = (kept[:, -2] & np.uint32(WAITING)) != 0
@@ -347,7 +347,7 @@ class Table:
             self._put_waiting(np.ascontiguousarray(ids[waits]), kept[waits, -2], kept[waits, -1])
             self._removed[bucket] = news
 
-    def _restorable(self, bucket: int, rows: Rows) -> tuple[Int64s, NDArray[np.uint32]]:
+    def _restorable(self, bucket: int, rows: BucketRows) -> tuple[Int64s, NDArray[np.uint32]]:
         """Rows from a file, if they are rows of this table and bucket."""
         ids, kept = readable(rows.ids, np.int64), readable(rows.records, np.uint32)
         where = f"table '{self.spec.name}', bucket {bucket}"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from echelon.base.errors import PeerLost
 from echelon.distributed.activity import activity
 from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.occupancy import Occupancy
 from echelon.parameter_server.table import partition
 
@@ -23,18 +23,18 @@ Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
-class Carrier(Protocol):
+class ChannelProtocol(Protocol):
     """An ordered way to one server."""
 
-    def send(self, frame: Frame) -> Future[Frame]: ...
+    def send(self, frame: WireMessage) -> Future[WireMessage]: ...
 
-    def call(self, frame: Frame) -> Frame: ...
+    def call(self, frame: WireMessage) -> WireMessage: ...
 
     def close(self) -> None: ...
 
 
 @dataclass
-class Share:
+class IdPartition:
     """How the ids of one table fall to the servers: ``order`` sorts them by server, ``counts`` says how many each."""
 
     ids: Ids
@@ -42,7 +42,7 @@ class Share:
     counts: list[int]
 
     @classmethod
-    def of(cls, ids: Ids, servers: int) -> Share:
+    def of(cls, ids: Ids, servers: int) -> IdPartition:
         if servers == 1:
             return cls(ids, None, [len(ids)])
         order, counts = partition(ids, servers)
@@ -55,7 +55,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Moment:
+class PullVersions:
     """The point in the job at which a worker has read its weights.
 
     versions: of the servers
@@ -71,7 +71,7 @@ class Moment:
 
 
 @dataclass
-class Pulled:
+class PullFuture:
     """What the servers will answer to a pull.
 
     seq:  number of this worker's pushes that were sent before
@@ -79,22 +79,22 @@ class Pulled:
     loss: mean over all workers of the step before, in sync mode
     """
 
-    shares: dict[str, Share]
+    shares: dict[str, IdPartition]
     widths: dict[str, int]
-    answers: list[Future[Frame]]
+    answers: list[Future[WireMessage]]
     seq: int = 0
-    note: Callable[[Sequence[Frame]], None] | None = None
-    moment: Moment | None = None
+    note: Callable[[Sequence[WireMessage]], None] | None = None
+    moment: PullVersions | None = None
     dense: list[Floats] = field(default_factory=list)
     loss: float | None = None
 
-    def wait(self) -> list[Frame]:
+    def wait(self) -> list[WireMessage]:
         """Wait for the answers."""
         since = monotonic()
         frames = [answer.result() for answer in self.answers]
         if self.moment is None:
             activity.served("pull", since)
-            self.moment = Moment([int(frame.head["version"]) for frame in frames], self.seq)
+            self.moment = PullVersions([int(frame.head["version"]) for frame in frames], self.seq)
             self.dense = [frame.arrays[1] for frame in frames if len(frame.arrays) > 1]
             self.loss = frames[0].head.get("loss")
             if self.note is not None:
@@ -126,7 +126,7 @@ def _in_place(parts: list[Floats], order: Ids | None) -> Floats:
 
 
 @dataclass
-class Update:
+class WorkerUpdate:
     """What a worker has to say after a step.
 
     tables:  by name, the share of its ids and their gradients (or changes) in the share's order
@@ -136,7 +136,7 @@ class Update:
     """
 
     weight: float
-    tables: dict[str, tuple[Share, Floats]]
+    tables: dict[str, tuple[IdPartition, Floats]]
     rates: dict[str, float] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     dense: list[Floats] = field(default_factory=list)
@@ -148,15 +148,15 @@ class Update:
     loss: float = 0.0
 
 
-class Client:
+class ParameterServerClient:
     """Speaks to every server of a job for one worker. Not for several threads at once."""
 
-    def __init__(self, links: Sequence[Carrier], job: JobSpec, worker: int) -> None:
+    def __init__(self, links: Sequence[ChannelProtocol], job: JobSpec, worker: int) -> None:
         self.links, self.job, self.worker = list(links), job, worker
         self._tables: dict[str, TableSpec] = {table.name: table for table in job.tables}
         self.seq = 0  #: of the next push
-        self._moment = Moment([0] * len(self.links), 0)  # at which the dense blocks were read
-        self._under_way: deque[list[Future[Frame]]] = deque()
+        self._moment = PullVersions([0] * len(self.links), 0)  # at which the dense blocks were read
+        self._under_way: deque[list[Future[WireMessage]]] = deque()
         self._newest: list[Floats] = []  # the blocks' values of the last answered push that asked for them
         self._committed = -1
         self.occupancy = Occupancy(job.tables, len(self.links))
@@ -175,7 +175,7 @@ class Client:
     def begin(self, dense: Sequence[Floats]) -> None:
         """Give the servers the first values of their blocks, and let them answer. For one worker to do."""
         head = {"op": "begin", "worker": self.worker}
-        sent = [link.send(Frame(head, [values])) for link, values in zip(self.links, dense, strict=True)]
+        sent = [link.send(WireMessage(head, [values])) for link, values in zip(self.links, dense, strict=True)]
         self._gather(sent)
 
     def leave(self) -> None:
@@ -183,7 +183,7 @@ class Client:
         self.settle()
         self._all({"op": "leave"})
 
-    def ask(self, **head: Any) -> list[Frame]:
+    def ask(self, **head: Any) -> list[WireMessage]:
         """The same small question to every server."""
         return self._all(head)
 
@@ -195,12 +195,12 @@ class Client:
 
     def pull(
         self, wanted: Mapping[str, Ids], *, step: int, dense: bool = False, peek: bool = False, state: bool = False
-    ) -> Pulled:
+    ) -> PullFuture:
         """Ask for rows (unique ids), and for the dense blocks. The answers come while the caller does other things.
 
         ``step``: the step that they are for: servers answer when it may begin. ``peek``: now, whatever the step.
         """
-        shares = {name: Share.of(ids, len(self.links)) for name, ids in wanted.items()}
+        shares = {name: IdPartition.of(ids, len(self.links)) for name, ids in wanted.items()}
         widths = {name: self._width(name, state) for name in wanted}
         commit = self._commit() if not peek else None
         frames = []
@@ -216,8 +216,8 @@ class Client:
                 "state": state,
             }
             ids = [share.cut(share.ids, server) for share in shares.values()]
-            frames.append(Frame(head, [_joined(ids, np.dtype(np.int64))]))
-        return Pulled(shares, widths, self._send("pull", frames), self.seq, self.occupancy.note)
+            frames.append(WireMessage(head, [_joined(ids, np.dtype(np.int64))]))
+        return PullFuture(shares, widths, self._send("pull", frames), self.seq, self.occupancy.note)
 
     def _width(self, name: str, state: bool) -> int:
         from echelon.strategy.table_rules import state_width
@@ -227,14 +227,14 @@ class Client:
 
     # ---- writing ----
 
-    def push(self, update: Update, read: Moment | None = None) -> None:
+    def push(self, update: WorkerUpdate, read: PullVersions | None = None) -> None:
         """Send a step's update to every server; their answers are read later. ``read``: when its rows were."""
         read = read or self._moment
         frames = [self._push_frame(update, s, read.version(s, self.seq)) for s in range(len(self.links))]
         self._under_way.append(self._send("push", frames))
         self.seq += 1
 
-    def _push_frame(self, update: Update, server: int, version: int) -> Frame:
+    def _push_frame(self, update: WorkerUpdate, server: int, version: int) -> WireMessage:
         shares = [share for share, _ in update.tables.values()]
         arrays: dict[str, NDArray[Any]] = {
             "ids": _joined([share.cut(share.ids, server) for share in shares], np.dtype(np.int64)),
@@ -267,7 +267,7 @@ class Client:
             "loss": update.loss,
             "has": list(arrays),
         }
-        return Frame(head, list(arrays.values()))
+        return WireMessage(head, list(arrays.values()))
 
     def collect(self, leave: int = 0) -> list[Floats]:
         """Read the answers to pushes until only ``leave`` are under way; the newest values of the blocks, if any.
@@ -282,11 +282,11 @@ class Client:
             self.staleness += [int(answer.head.get("staleness", 0)) for answer in answers]
             if all(answer.arrays for answer in answers):
                 self._newest = [answer.arrays[0] for answer in answers]
-                self._moment = Moment([int(answer.head["version"]) for answer in answers], included)
+                self._moment = PullVersions([int(answer.head["version"]) for answer in answers], included)
         newest, self._newest = self._newest, []
         return newest
 
-    def refresh(self, step: int, *, dense: bool, peek: bool) -> Pulled:
+    def refresh(self, step: int, *, dense: bool, peek: bool) -> PullFuture:
         """Wait until every push counts, then read the blocks; what older answers brought is dropped."""
         self.settle()
         pulled = self.pull({}, step=step, dense=dense, peek=peek)
@@ -317,7 +317,7 @@ class Client:
 
     # ---- inside ----
 
-    def _send(self, kind: str, frames: Sequence[Frame]) -> list[Future[Frame]]:
+    def _send(self, kind: str, frames: Sequence[WireMessage]) -> list[Future[WireMessage]]:
         """To each server its own."""
         since = monotonic() if activity.recorder is not None else 0.0
         answers = [link.send(frame) for link, frame in zip(self.links, frames, strict=True)]
@@ -325,10 +325,10 @@ class Client:
             activity.recorder.asked(kind, since, frames, answers)
         return answers
 
-    def _all(self, head: dict[str, Any]) -> list[Frame]:
-        return self._gather([link.send(Frame({**head, "worker": self.worker})) for link in self.links])
+    def _all(self, head: dict[str, Any]) -> list[WireMessage]:
+        return self._gather([link.send(WireMessage({**head, "worker": self.worker})) for link in self.links])
 
-    def _gather(self, answers: Sequence[Future[Frame]]) -> list[Frame]:
+    def _gather(self, answers: Sequence[Future[WireMessage]]) -> list[WireMessage]:
         """All answers; of several errors, one that is not merely about a lost connection."""
         errors = [error for answer in answers if (error := answer.exception()) is not None]
         if errors:

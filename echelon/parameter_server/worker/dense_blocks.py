@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
-from echelon.parameter_server.protocol.job_spec import Block
+from echelon.parameter_server.protocol.job_spec import DenseBlock
 
 Floats = NDArray[np.float32]
 
 
-class Blocks:
+class DenseBlockBuffers:
     """Copies between parameters and flat arrays."""
 
-    def __init__(self, blocks: Sequence[Block], parameters: Mapping[str, nn.Parameter], servers: int) -> None:
+    def __init__(self, blocks: Sequence[DenseBlock], parameters: Mapping[str, nn.Parameter], servers: int) -> None:
         self._parameters = parameters
         self._homes = [[block for block in blocks if block.server == server] for server in range(servers)]
         self._sizes = [sum(block.length for block in home) for home in self._homes]
@@ -47,7 +47,7 @@ class Blocks:
     def _flat(self, of: Callable[[nn.Parameter], Tensor | None]) -> list[Floats]:
         return [self._joined(home, size, of) for home, size in zip(self._homes, self._sizes, strict=True)]
 
-    def _joined(self, home: Sequence[Block], size: int, of: Callable[[nn.Parameter], Tensor | None]) -> Floats:
+    def _joined(self, home: Sequence[DenseBlock], size: int, of: Callable[[nn.Parameter], Tensor | None]) -> Floats:
         flat, at = torch.empty(size), 0
         for block in home:
             value = of(self._parameters[block.parameter])

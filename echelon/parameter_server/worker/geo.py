@@ -13,12 +13,19 @@ import numpy as np
 
 from echelon.parameter_server.protocol.job_spec import TableSpec
 from echelon.parameter_server.table import Table
-from echelon.parameter_server.worker.client import Client, Floats, Ids, Pulled, Share, Update
-from echelon.parameter_server.worker.dense_blocks import Blocks
+from echelon.parameter_server.worker.client import (
+    Floats,
+    IdPartition,
+    Ids,
+    ParameterServerClient,
+    PullFuture,
+    WorkerUpdate,
+)
+from echelon.parameter_server.worker.dense_blocks import DenseBlockBuffers
 
 
 @dataclass
-class Near:
+class LocalRowCache:
     """Copies of the rows of one table that were touched since the last exchange, and what they were then."""
 
     table: Table
@@ -41,10 +48,10 @@ class Near:
         return ids, (self.table.pull_state(ids) - old) / np.float32(workers)
 
 
-class NearRows(Pulled):
+class LocalPull(PullFuture):
     """Rows from near copies: there at once."""
 
-    def __init__(self, shares: dict[str, Share], rows: dict[str, Floats]) -> None:
+    def __init__(self, shares: dict[str, IdPartition], rows: dict[str, Floats]) -> None:
         super().__init__(shares, {}, [])
         self._rows = rows
 
@@ -52,10 +59,10 @@ class NearRows(Pulled):
         return self._rows
 
 
-class Geo:
+class GeoWorker:
     """What a worker of geo mode has near itself."""
 
-    def __init__(self, client: Client, blocks: Blocks, workers: int, every: int) -> None:
+    def __init__(self, client: ParameterServerClient, blocks: DenseBlockBuffers, workers: int, every: int) -> None:
         self._client, self._blocks, self._workers, self._every = client, blocks, workers, every
         self._specs = {spec.name: spec for spec in client.job.tables}
         self.steps = 0  #: since the last exchange
@@ -67,20 +74,20 @@ class Geo:
         self._old = [values.copy() for values in self._blocks.values()]
 
     def _begin_round(self) -> None:
-        self._near = {name: Near(Table(_in_memory(spec))) for name, spec in self._specs.items()}
+        self._near = {name: LocalRowCache(Table(_in_memory(spec))) for name, spec in self._specs.items()}
         self.steps = 0
 
-    def pull(self, wanted: Mapping[str, Ids], *, step: int, dense: bool = False) -> Pulled:
+    def pull(self, wanted: Mapping[str, Ids], *, step: int, dense: bool = False) -> PullFuture:
         """Rows for a step; those that are not near yet are fetched, with their state."""
         missing = {name: self._near[name].missing(ids) for name, ids in wanted.items()}
         if any(len(ids) for ids in missing.values()):
             fetched = self._client.pull(missing, step=step, peek=True, state=True).rows()
             for name, values in fetched.items():
                 self._near[name].take(missing[name], values)
-        shares = {name: Share(ids, None, [len(ids)]) for name, ids in wanted.items()}
-        return NearRows(shares, {name: self._near[name].table.pull(ids) for name, ids in wanted.items()})
+        shares = {name: IdPartition(ids, None, [len(ids)]) for name, ids in wanted.items()}
+        return LocalPull(shares, {name: self._near[name].table.pull(ids) for name, ids in wanted.items()})
 
-    def update(self, tables: Mapping[str, tuple[Share, Floats]], rates: Mapping[str, float]) -> None:
+    def update(self, tables: Mapping[str, tuple[IdPartition, Floats]], rates: Mapping[str, float]) -> None:
         """A step of this worker's own; the dense parameters' optimizer has stepped already."""
         for name, near in self._near.items():
             share, grads = tables.get(name, (_NOBODY, np.empty((0, near.table.dim), np.float32)))
@@ -98,11 +105,11 @@ class Geo:
         tables = {}
         for name, near in self._near.items():
             ids, changes = near.changes(self._workers)
-            share = Share.of(ids, len(self._client.links))
+            share = IdPartition.of(ids, len(self._client.links))
             tables[name] = share, changes if share.order is None else changes[share.order]
         now = self._blocks.values()
         dense = [(new - old) / np.float32(self._workers) for new, old in zip(now, self._old, strict=True)]
-        update = Update(weight=1.0, tables=tables, dense=dense, kind="delta", values=True, blob=blob)
+        update = WorkerUpdate(weight=1.0, tables=tables, dense=dense, kind="delta", values=True, blob=blob)
         self._client.push(update)
         self.install(self._client.collect())
         self._begin_round()
@@ -113,7 +120,7 @@ class Geo:
             self.begin()
 
 
-_NOBODY = Share(np.empty(0, np.int64), None, [0])
+_NOBODY = IdPartition(np.empty(0, np.int64), None, [0])
 
 
 def _in_memory(spec: TableSpec) -> TableSpec:

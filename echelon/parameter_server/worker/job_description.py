@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from echelon.base.errors import UsageError
-from echelon.optim.layerwise import Layerwise
-from echelon.parameter_server.protocol.dense_placement import Piece, place
+from echelon.optim.layerwise import LayerwiseOptimizer
+from echelon.parameter_server.protocol.dense_placement import DenseParameter, place
 from echelon.parameter_server.protocol.hashing import stable_hash
-from echelon.parameter_server.protocol.job_spec import Block, DenseRule, JobSpec, Keeping, TableSpec
+from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.server.dense import KINDS, LAYERWISE
 from echelon.strategy import ParameterServer
 
@@ -36,7 +36,7 @@ def make_job(
 ) -> JobSpec:
     """``optimizer``: of the dense parameters that servers hold; None when they hold none."""
     rule = DenseRule() if optimizer is None else dense_rule(optimizer, parameters)
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[DenseBlock, ...] = ()
     if optimizer is not None:
         blocks = place(
             _pieces(optimizer, parameters, whole=rule.kind in LAYERWISE),
@@ -58,7 +58,7 @@ def make_job(
         staleness=settings.staleness,
         compensate=settings.compensate,
         patience=settings.patience,
-        keeping=Keeping(
+        keeping=PersistenceSettings(
             journal=settings.journal, replica=settings.replica, snapshot_every=settings.snapshot_every,
             journal_mb=settings.journal_mb
         ),
@@ -75,7 +75,7 @@ def dense_rule(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Par
             "parameters with the workers: ParameterServer(dense='allreduce')"
         )
     groups = group_settings(optimizer)
-    if isinstance(optimizer, Layerwise):
+    if isinstance(optimizer, LayerwiseOptimizer):
         for settings, group in zip(groups, optimizer.param_groups, strict=True):
             left_out = {id(p) for p in group["params"] if optimizer.excludes(p)}
             settings["exclude"] = [name for name, p in parameters.items() if id(p) in left_out]
@@ -93,10 +93,12 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _pieces(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], whole: bool) -> list[Piece]:
+def _pieces(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], whole: bool
+) -> list[DenseParameter]:
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [
-        Piece(name, tuple(parameter.shape), groups[id(parameter)], whole)
+        DenseParameter(name, tuple(parameter.shape), groups[id(parameter)], whole)
         for name, parameter in parameters.items()
         if id(parameter) in groups and parameter.requires_grad
     ]

@@ -21,22 +21,22 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.formatting import things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
-from echelon.parameter_server.protocol.message import Frame
+from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
-from echelon.parameter_server.worker.client import Client, Pulled, Update
-from echelon.parameter_server.worker.dense_blocks import Blocks, check_parameters
-from echelon.parameter_server.worker.geo import Geo
+from echelon.parameter_server.worker.client import ParameterServerClient, PullFuture, WorkerUpdate
+from echelon.parameter_server.worker.dense_blocks import DenseBlockBuffers, check_parameters
+from echelon.parameter_server.worker.geo import GeoWorker
 from echelon.parameter_server.worker.job_description import group_settings, make_job, table_seed
-from echelon.parameter_server.worker.server_contact import Contact
+from echelon.parameter_server.worker.server_connections import ServerConnections
 from echelon.parameter_server.worker.sparse_embedding import tables_of
-from echelon.parameter_server.worker.sparse_lookup import Reading
+from echelon.parameter_server.worker.sparse_lookup import SparseLookup
 from echelon.strategy import ParameterServer
 
 #: How many of its answered pushes a worker sums up for its staleness figure.
 LATELY = 100
 
 
-class Served:
+class ParameterServerSession:
     """The tables of one model, and its dense parameters where servers hold them."""
 
     def __init__(
@@ -54,16 +54,16 @@ class Served:
         self.blob: Callable[[], bytes] | None = None  #: what this worker needs to go on after a restart
         #: whether this process's own optimizer steps the dense parameters
         self.steps_here = not self.dense or self.settings.mode == "geo"
-        self._geo: Geo | None = None
+        self._geo: GeoWorker | None = None
         self._next: Any = None  # the batch after this one
-        self._ahead: Pulled | None = None  # what was asked for the step after this one
+        self._ahead: PullFuture | None = None  # what was asked for the step after this one
         self._begun = False
         self._is_behind = False  # an update was pushed whose result is not in the model
         #: whether workers step together and know of one another through servers only
         self.steps_together = self.dense and self.settings.mode == "sync"
         self._stale: list[int] = []
-        self.client: Client | None = None
-        self._contact: Contact | None = None
+        self.client: ParameterServerClient | None = None
+        self._contact: ServerConnections | None = None
 
     # ---- opening ----
 
@@ -83,15 +83,15 @@ class Served:
             trainers=self.workers,
             seed=self._seed,
         )
-        self._contact = Contact(self.role, job, self.settings.timeout)
-        self.client = Client(self._contact.links, job, self.worker)
-        self.reading = Reading(self.client, self._device)
-        self._blocks = Blocks(job.blocks, trained, job.servers)
+        self._contact = ServerConnections(self.role, job, self.settings.timeout)
+        self.client = ParameterServerClient(self._contact.links, job, self.worker)
+        self.reading = SparseLookup(self.client, self._device)
+        self._blocks = DenseBlockBuffers(job.blocks, trained, job.servers)
         for name, (_, modules) in self._tables.items():
             for module in modules:
                 module.connect(name, lambda: self.reading)
         if self.settings.mode == "geo":
-            self._geo = Geo(self.client, self._blocks, self.workers, self.settings.k_steps)
+            self._geo = GeoWorker(self.client, self._blocks, self.workers, self.settings.k_steps)
             self.reading.pull = self._geo.pull
         self.reading.before_peek = self.catch_up
         if self.dense and not self.steps_together:
@@ -132,7 +132,7 @@ class Served:
     def _join(self) -> bytes | None:
         """Take part in a job that is under way without this worker: because it is new, or had been given up."""
         assert self.client is not None
-        step = int(self.client.links[0].call(Frame({"op": "join", "worker": self.worker})).head["step"])
+        step = int(self.client.links[0].call(WireMessage({"op": "join", "worker": self.worker})).head["step"])
         self.client.resume_at(step)
         self._begun = True
         blobs = self._blobs()
@@ -141,7 +141,7 @@ class Served:
     def _blobs(self) -> dict[int, bytes]:
         """What server 0 keeps of this worker, by the push that it came with."""
         assert self.client is not None
-        kept = self.client.links[0].call(Frame({"op": "blob", "worker": self.worker}))
+        kept = self.client.links[0].call(WireMessage({"op": "blob", "worker": self.worker}))
         return {int(seq): bytes(blob) for seq, blob in zip(kept.head["steps"], kept.arrays, strict=True)}
 
     def begin(self) -> None:
@@ -191,7 +191,7 @@ class Served:
             return
         dense = self._blocks.gradients() if self.dense else []
         compensated = self.settings.compensate > 0
-        update = Update(
+        update = WorkerUpdate(
             weight=float(samples),
             tables=tables,
             rates=rates,

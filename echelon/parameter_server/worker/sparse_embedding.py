@@ -17,7 +17,7 @@ from echelon.strategy.table_rules import NAMED, Rule
 Combiner = Literal["sum", "mean", "sqrtn"]
 
 
-class Store(Protocol):
+class RowSource(Protocol):
     """Where rows come from."""
 
     def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -89,7 +89,7 @@ class SparseEmbedding(nn.Module):
             disk=disk,
         )
         self.lr = self._spec.rule.lr  #: the rate of the next update; a schedule may change it
-        self._store: Callable[[], Store | None] = _nowhere
+        self._store: Callable[[], RowSource | None] = _nowhere
         self._table = name or ""
 
     @property
@@ -97,7 +97,7 @@ class SparseEmbedding(nn.Module):
         """What was asked for; ``name`` is empty until the module's own name is known."""
         return self._spec
 
-    def connect(self, table: str, store: Callable[[], Store | None]) -> None:
+    def connect(self, table: str, store: Callable[[], RowSource | None]) -> None:
         """From now on rows come from there."""
         self._table, self._store = table, store
 
@@ -141,7 +141,7 @@ class SparseEmbedding(nn.Module):
         return f"{self.dim}, table={self._table!r}, {type(self._spec.rule).__name__.lower()}{how}"
 
 
-class _Rows(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """``rows[inverse]``. torch's own backward of it takes four times as long on a CPU."""
 
     @staticmethod
@@ -162,7 +162,7 @@ class _Rows(torch.autograd.Function):
 def _rows_at(rows: Tensor, inverse: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         return F.embedding(inverse, rows)
-    found: Tensor = _Rows.apply(rows, inverse)  # type: ignore[no-untyped-call]
+    found: Tensor = _GatherRows.apply(rows, inverse)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -175,7 +175,7 @@ def _once(option: str, given: Any, ours: dict[str, Any]) -> Any:
     )
 
 
-def _nowhere() -> Store | None:
+def _nowhere() -> RowSource | None:
     return None
 
 

@@ -1,6 +1,6 @@
 """What a step reads from sparse tables: each id once, one question to the servers, asked ahead where that can be.
 
-The first step shows which parts of a batch the tables are asked for (``View``). From then on the ids of a batch are
+The first step shows which parts of a batch the tables are asked for (``IdView``). From then on the ids of a batch are
 known as soon as the batch is there, and its rows can travel while the batch before it computes.
 """
 
@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.base.errors import DataError
 from echelon.parameter_server.table import dedupe, merge
-from echelon.parameter_server.worker.client import Client, Floats, Ids, Moment, Pulled, Share
+from echelon.parameter_server.worker.client import (
+    Floats,
+    IdPartition,
+    Ids,
+    ParameterServerClient,
+    PullFuture,
+    PullVersions,
+)
 
 #: What tells a tensor of ids from others of the same batch.
 Key = tuple[str, int, tuple[int, ...], tuple[int, ...]]
@@ -31,7 +38,7 @@ def key_of(table: str, ids: Tensor) -> Key:
 
 
 @dataclass(frozen=True)
-class View:
+class IdView:
     """How the ids of a lookup lie in one tensor of the batch."""
 
     table: str
@@ -43,7 +50,7 @@ class View:
     leaf_stride: tuple[int, ...]
 
     @classmethod
-    def find(cls, table: str, ids: Tensor, leaves: Sequence[Tensor]) -> View | None:
+    def find(cls, table: str, ids: Tensor, leaves: Sequence[Tensor]) -> IdView | None:
         """Where ``ids`` lie in the batch; None when they were computed."""
         for index, leaf in enumerate(leaves):
             if leaf.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() and leaf.dtype == ids.dtype:
@@ -72,41 +79,41 @@ class View:
 
 
 @dataclass
-class Found:
+class PulledRows:
     """Rows of one table that one question asked for, as a leaf that gathers their gradient."""
 
     table: str
-    share: Share
+    share: IdPartition
     rows: Tensor
     origin: Floats  # as they were read, in the order of the ids asked for
     ids: Ids
 
 
 @dataclass
-class Asked:
+class LookupBatch:
     """One question: by table its distinct ids, and where each lookup's ids are among them."""
 
     ids: dict[str, Ids] = field(default_factory=dict)
     inverse: dict[Key, NDArray[np.int64]] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)  # held, so that no other tensor takes their place in memory
-    pulled: Pulled | None = None
-    found: dict[str, Found] = field(default_factory=dict)
+    pulled: PullFuture | None = None
+    found: dict[str, PulledRows] = field(default_factory=dict)
 
 
-class Reading:
+class SparseLookup:
     """The lookups of one worker, step by step."""
 
-    def __init__(self, client: Client, device: torch.device) -> None:
+    def __init__(self, client: ParameterServerClient, device: torch.device) -> None:
         self._client, self._device = client, device
-        self._views: dict[View, None] = {}
+        self._views: dict[IdView, None] = {}
         self._leaves: list[Tensor] = []
-        self._asked: list[Asked] = []
-        self._ahead: deque[Asked] = deque(maxlen=2)  # questions for the next batches, in order
-        self.moment: Moment | None = None  #: when this step's rows were read
+        self._asked: list[LookupBatch] = []
+        self._ahead: deque[LookupBatch] = deque(maxlen=2)  # questions for the next batches, in order
+        self.moment: PullVersions | None = None  #: when this step's rows were read
         self.in_step = False
         self.computed: set[str] = set()  #: tables whose ids are computed in the model, so that nothing can be ahead
         self.values: list[Floats] = []  #: dense values that came with the last pull
-        self.pull: Callable[..., Pulled] = client.pull
+        self.pull: Callable[..., PullFuture] = client.pull
         self.before_peek: Callable[[], None] = lambda: None  #: called by a lookup outside of a step
 
     # ---- a step ----
@@ -120,15 +127,15 @@ class Reading:
             self._asked.append(asked)
             self._receive(asked)
 
-    def ask_ahead(self, batch: Any, dense: bool) -> Pulled | None:
+    def ask_ahead(self, batch: Any, dense: bool) -> PullFuture | None:
         """Ask for the rows of the next batch; returns the question, if there is one."""
         if not (self._views or dense):
             return None
         self._ahead.append(self.ask(self._views_of(_tensors(batch)), dense))
         return self._ahead[-1].pulled
 
-    def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> Asked:
-        asked = Asked(tensors=[ids for _, ids in wanted])
+    def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
+        asked = LookupBatch(tensors=[ids for _, ids in wanted])
         by_table: dict[str, list[Tensor]] = {}
         for table, ids in wanted:
             by_table.setdefault(table, []).append(ids)
@@ -142,14 +149,14 @@ class Reading:
             asked.pulled = self.pull(asked.ids, step=self._client.seq, dense=dense)
         return asked
 
-    def _receive(self, asked: Asked) -> None:
+    def _receive(self, asked: LookupBatch) -> None:
         assert asked.pulled is not None
         rows = asked.pulled.rows()
         self.values = asked.pulled.dense or self.values
         self.moment = self.moment or asked.pulled.moment
         for table, values in rows.items():
             leaf = torch.from_numpy(_own(values)).to(self._device).requires_grad_()
-            asked.found[table] = Found(table, asked.pulled.shares[table], leaf, values, asked.ids[table])
+            asked.found[table] = PulledRows(table, asked.pulled.shares[table], leaf, values, asked.ids[table])
 
     def end(self) -> None:
         self._leaves, self._asked, self.in_step = [], [], False
@@ -178,7 +185,7 @@ class Reading:
         return torch.from_numpy(_own(rows)).to(self._device), torch.from_numpy(inverse).to(self._device)
 
     def _learn(self, table: str, ids: Tensor) -> None:
-        view = View.find(table, ids, self._leaves)
+        view = IdView.find(table, ids, self._leaves)
         if view is None:
             self.computed.add(table)
         else:
@@ -188,7 +195,7 @@ class Reading:
         found = [(view.table, view.of(leaves)) for view in self._views]
         return [(table, ids) for table, ids in found if ids is not None]
 
-    def _asked_ahead(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> Asked:
+    def _asked_ahead(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
         """The question for these ids, if it was asked ahead; else it is asked now."""
         keys = {key_of(table, ids) for table, ids in wanted}
         for at, asked in enumerate(self._ahead):
@@ -200,25 +207,25 @@ class Reading:
 
     # ---- what the step leaves ----
 
-    def gradients(self, scale: float) -> dict[str, tuple[Share, Floats]]:
+    def gradients(self, scale: float) -> dict[str, tuple[IdPartition, Floats]]:
         """By table, the gradient of each distinct row, times ``scale``; rows that no gradient reached are left out."""
-        parts: dict[str, list[Found]] = {}
+        parts: dict[str, list[PulledRows]] = {}
         for asked in self._asked:
             for found in asked.found.values():
                 if found.rows.grad is not None:
                     parts.setdefault(found.table, []).append(found)
         return {table: self._merged(founds, scale) for table, founds in parts.items()}
 
-    def _merged(self, founds: Sequence[Found], scale: float) -> tuple[Share, Floats]:
+    def _merged(self, founds: Sequence[PulledRows], scale: float) -> tuple[IdPartition, Floats]:
         grads = [_gradient(found.rows, scale) for found in founds]
         if len(founds) == 1:
             share = founds[0].share
             return share, grads[0] if share.order is None else grads[0][share.order]
         ids, summed = merge([found.ids for found in founds], grads, [1.0] * len(founds))
-        share = Share.of(ids, len(self._client.links))
+        share = IdPartition.of(ids, len(self._client.links))
         return share, summed if share.order is None else summed[share.order]
 
-    def origins(self, tables: Mapping[str, tuple[Share, Floats]]) -> dict[str, Floats]:
+    def origins(self, tables: Mapping[str, tuple[IdPartition, Floats]]) -> dict[str, Floats]:
         """The rows as they were read, in the order of ``tables``."""
         read = {found.table: found for asked in reversed(self._asked) for found in asked.found.values()}
         return {

@@ -35,13 +35,13 @@ from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.realize import realize
 from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.strategy import Auto, Fast, Strategy
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.slices import Slices
 from echelon.strategy.combine import set_options
 
 if TYPE_CHECKING:
     from echelon.engine.engine import Engine
-    from echelon.planner.plan_search.answer import Answer, Choice
+    from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 
 #: Times the best plan's seconds: predictions are not that wrong.
 HOPELESS = 3.0
@@ -62,7 +62,9 @@ def origin_of(given: Plan | SavedPlan | str | Path | None) -> str:
     return os.environ.get(PLAN) or (str(given) if isinstance(given, str | Path) else "distribute(plan=...)")
 
 
-def refuse_company(strategy: Strategy, marks: Marks, slices: Slices | None, served: bool, planned: bool) -> None:
+def refuse_settings_beside_plan(
+    strategy: Strategy, marks: ModelMarks, slices: Slices | None, served: bool, planned: bool
+) -> None:
     """A plan that was found says everything; what a script says beside it would be ignored, or be in its way."""
     what = "the saved plan" if planned else "auto"
     beside = [name for name in set_options(strategy) if name != "auto"]
@@ -78,7 +80,7 @@ def refuse_company(strategy: Strategy, marks: Marks, slices: Slices | None, serv
         raise UsageError(f"{what} is for jobs without parameter servers, and this one has them; remove {what}")
 
 
-class Choosing:
+class AutoPlanner:
     """The choice that is still to be made. All ranks call the same methods together."""
 
     def __init__(
@@ -97,11 +99,11 @@ class Choosing:
         """With a batch as one rank gets it, where loaders will deal out the data."""
         self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=False, batch=batch)
 
-    def by_batch(self, engine: Engine, batch: Any) -> None:
+    def plan_from_batch(self, engine: Engine, batch: Any) -> None:
         """With the first batch that the user hands to every rank."""
         self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=True, batch=batch)
 
-    def by_data(
+    def plan_from_data(
         self, engine: Engine, dataset: Any, batch_size: int | None, global_batch: int | None, options: Mapping[str, Any]
     ) -> None:
         """With the first samples of a data set. ``batch_size`` is for each rank: nobody knows of replicas yet."""
@@ -146,9 +148,9 @@ class Choosing:
             engine.say(line)
         plans = [SavedPlan.from_json(text) for text in message["plans"]]
         if self._auto.measure and len(plans) > 1:
-            from echelon.planner.apply.trial import quickest
+            from echelon.planner.apply.trial import find_quickest_plan
 
-            plans = [quickest(plans, self._world, self._model, engine.say)]
+            plans = [find_quickest_plan(plans, self._world, self._model, engine.say)]
         self.run(engine, plans[0], batch)
 
     def _search(self, sample: Any, total: int, own_batches: bool) -> dict[str, Any]:
@@ -214,18 +216,18 @@ def find_plans(
     return {"plans": plans, "lines": lines}
 
 
-def _different(best: Sequence[Choice], count: int) -> list[Choice]:
+def _different(best: Sequence[PlanChoice], count: int) -> list[PlanChoice]:
     """The best, then the best of each other mesh, then the rest: plans alike are foretold alike well, others less."""
-    first: dict[tuple[int, ...], Choice] = {}
+    first: dict[tuple[int, ...], PlanChoice] = {}
     for choice in best:
         first.setdefault((choice.draft.replicate, choice.draft.stage, choice.draft.split), choice)
     ahead = [choice for choice in first.values() if choice.seconds < HOPELESS * best[0].seconds]
     return [*ahead, *(choice for choice in best if choice not in ahead)][:count]
 
 
-def _neighbours(answer: Answer, auto: Auto, ranks: int, fixed: Mapping[str, object]) -> list[Choice]:
+def _neighbours(answer: SearchResult, auto: Auto, ranks: int, fixed: Mapping[str, object]) -> list[PlanChoice]:
     """Plans one decision away from the best that could be run as well: on one device, all there is to try."""
-    from echelon.planner.plan_search.answer import Choice
+    from echelon.planner.plan_search.search_result import PlanChoice
 
     def may_run(draft: Draft) -> bool:
         means = {"amp": draft.amp, "fp16_allreduce": draft.wire, draft.approximate: draft.approximate}
@@ -233,7 +235,9 @@ def _neighbours(answer: Answer, auto: Auto, ranks: int, fixed: Mapping[str, obje
         return allowed and draft.ranks == ranks and all(getattr(draft, name) == value for name, value in fixed.items())
 
     known = {choice.draft for choice in answer.best}
-    found = [Choice(each.draft, each.prediction) for each in answer.rejected if each.prediction and may_run(each.draft)]
+    found = [
+        PlanChoice(each.draft, each.prediction) for each in answer.rejected if each.prediction and may_run(each.draft)
+    ]
     fitting = [choice for choice in found if choice.prediction.fits and choice.draft not in known]
     return sorted(fitting, key=lambda choice: choice.seconds)
 
@@ -287,7 +291,7 @@ def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module
     return {"optimizer": name, "system": system}
 
 
-def _lines(answer: Answer, own_batches: bool) -> Iterator[str]:
+def _lines(answer: SearchResult, own_batches: bool) -> Iterator[str]:
     best = answer.best[0]
     full = best.prediction.fullest
     yield (
@@ -305,10 +309,10 @@ def _lines(answer: Answer, own_batches: bool) -> Iterator[str]:
         yield "auto: each rank keeps the batch it was given: no stages, no splits; with engine.loader() there may be"
 
 
-def _more(second: Choice, best: Choice) -> str:
+def _more(second: PlanChoice, best: PlanChoice) -> str:
     return f"{second.seconds / best.seconds - 1:+.0%}"
 
 
-def _nothing_fits(answer: Answer) -> str:
+def _nothing_fits(answer: SearchResult) -> str:
     near = f"; the nearest is {answer.nearest.draft}: {answer.nearest.reason}" if answer.nearest else ""
     return f"auto found no plan that fits{near}"

@@ -14,36 +14,36 @@ from echelon.plan import Plan, make_plan
 from echelon.plan.draft import Draft
 from echelon.plan.saved_plan import SavedPlan
 from echelon.strategy import Dgc, LocalSgd, Shard, Strategy
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Pipeline, Split, within
 from echelon.strategy.annotations.slices import Slices
 
 if TYPE_CHECKING:
-    from echelon.planner.model_costs import Anatomy
+    from echelon.planner.model_costs import ProfileLike
 
 
-class Realized(NamedTuple):
+class RunnablePlan(NamedTuple):
     """What an engine needs to run a draft."""
 
     plan: Plan
-    marks: Marks
+    marks: ModelMarks
 
 
-class Terms(NamedTuple):
+class SavedPlanInputs(NamedTuple):
     """What a saved plan says, in the words of one that a user has written."""
 
     strategy: Strategy
-    marks: Marks
+    marks: ModelMarks
     slices: Slices
     mesh: dict[str, int]
 
 
-def terms(saved: SavedPlan) -> Terms:
+def saved_plan_inputs(saved: SavedPlan) -> SavedPlanInputs:
     draft = saved.draft
     _check_shape(draft)
     mesh = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
     mesh = {axis: size for axis, size in mesh.items() if size > 1 or axis == "replicate"}
-    return Terms(_strategy(draft), _marks(saved), _slices(draft), mesh)
+    return SavedPlanInputs(_strategy(draft), _marks(saved), _slices(draft), mesh)
 
 
 def realize(
@@ -52,7 +52,7 @@ def realize(
     optimizers: Mapping[str, torch.optim.Optimizer],
     ranks: int,
     ranks_per_host: int = 1,
-) -> Realized:
+) -> RunnablePlan:
     """The Plan of a draft for this model, and the marks that it has been made with."""
     draft = saved.draft
     if draft.ranks != ranks:
@@ -60,12 +60,12 @@ def realize(
             f"the plan is for {draft.ranks} ranks ({draft}), this job has {ranks}; start it with {draft.ranks}, or "
             f"make a plan for {ranks}"
         )
-    strategy, marks, slices, mesh = terms(saved)
+    strategy, marks, slices, mesh = saved_plan_inputs(saved)
     plan = make_plan(model, optimizers, strategy, ranks, ranks_per_host, marks, slices, mesh)
-    return Realized(completed(plan, saved, model), marks)
+    return RunnablePlan(complete_saved_plan(plan, saved, model), marks)
 
 
-def completed(plan: Plan, saved: SavedPlan, model: nn.Module) -> Plan:
+def complete_saved_plan(plan: Plan, saved: SavedPlan, model: nn.Module) -> Plan:
     """With what a draft says stage by stage and replica by replica."""
     recomputed = tuple((name,) for name in _recomputed(saved, model))
     return dataclasses.replace(plan, recompute=recomputed, shares=_shares(saved.draft))
@@ -80,11 +80,11 @@ def _check_shape(draft: Draft) -> None:
         raise UsageError(f"{draft}: order lists each of the {draft.ranks} ranks once, got {draft.order}")
 
 
-def _marks(saved: SavedPlan) -> Marks:
+def _marks(saved: SavedPlan) -> ModelMarks:
     draft = saved.draft
     widths = draft.widths or None
     splits = {name: dataclasses.replace(mark, weights=widths) for name, mark in saved.splits.items()}
-    return Marks(
+    return ModelMarks(
         units=dict(_stages(saved)) if draft.stage > 1 else {},
         splits=splits if draft.split > 1 else {},
         replicates=(),
@@ -140,7 +140,7 @@ def _recomputed(saved: SavedPlan, model: nn.Module) -> Iterator[str]:
 # ---- and back ----
 
 
-def draft_of(plan: Plan, anatomy: Anatomy, batch: int | None = None) -> Draft:
+def draft_of(plan: Plan, anatomy: ProfileLike, batch: int | None = None) -> Draft:
     """The draft that describes a Plan, for ``predict``.
 
     batch: samples of the global batch; by default what was profiled
@@ -168,7 +168,7 @@ def draft_of(plan: Plan, anatomy: Anatomy, batch: int | None = None) -> Draft:
     )
 
 
-def _stages_of(plan: Plan, anatomy: Anatomy) -> list[int]:
+def _stages_of(plan: Plan, anatomy: ProfileLike) -> list[int]:
     """The stage of every unit."""
     if plan.mesh.get("stage", 1) == 1:
         return [0] * len(anatomy.names)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.base.version import __version__
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import Prediction
-from echelon.plan.saved_plan import Predicted, SavedPlan, shapes_of
+from echelon.plan.saved_plan import SavedPlan, SavedPrediction, shapes_of
 from echelon.planner.profiling.profile import Profile
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def make_saved_plan(
         model={} if model is None else shapes_of(model),
         name=profile.name,
         cluster=cluster,
-        predicted=None if prediction is None else Predicted.of(prediction, _flops(profile, draft)),
+        predicted=None if prediction is None else SavedPrediction.of(prediction, _flops(profile, draft)),
         created_by=f"echelon {__version__}",
         made_from=made_from or {},
     )

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from echelon.base.auth_proxy import serve_store, way_to_store
+from echelon.base.auth_proxy import local_store_endpoint, serve_store
 from echelon.base.environment import (
     AGENT_STORE,
     BOUND_MARK,
@@ -114,14 +114,14 @@ def _now(device: torch.device) -> float:
 # ---- in the process that goes on ----
 
 
-class Outcome(NamedTuple):
+class TrialOutcome(NamedTuple):
     """seconds of a step; None and a reason for a trial that failed."""
 
     seconds: float | None
     reason: str = ""
 
 
-class Script(NamedTuple):
+class TrialScript(NamedTuple):
     """How this process's program is run again."""
 
     kind: str
@@ -129,7 +129,9 @@ class Script(NamedTuple):
     args: tuple[str, ...]
 
 
-def quickest(plans: Sequence[SavedPlan], world: World, model: nn.Module, say: Callable[[str], None]) -> SavedPlan:
+def find_quickest_plan(
+    plans: Sequence[SavedPlan], world: World, model: nn.Module, say: Callable[[str], None]
+) -> SavedPlan:
     """The plan whose trial was quickest; the first of them, where no trial tells. All ranks call it together."""
     script = own_script()
     found = [script is not None] if world.control is None else gather_json(script is not None, world.control)
@@ -137,7 +139,7 @@ def quickest(plans: Sequence[SavedPlan], world: World, model: nn.Module, say: Ca
         say("auto: there is no script to run again for trials here; the plan is the one predicted to be quickest")
         return plans[0]
     say(f"auto: trying {len(plans)} plans, one after another, in processes of their own")
-    with _out_of_the_way(model, world), _Crew(world, script) as crew:
+    with _out_of_the_way(model, world), _TrialRunner(world, script) as crew:
         outcomes = [crew.tried(plan) for plan in plans]
     for plan, outcome in zip(plans, outcomes, strict=True):
         say(f"auto: tried {plan.draft}: {_in_words(plan, outcome)}")
@@ -150,25 +152,25 @@ def quickest(plans: Sequence[SavedPlan], world: World, model: nn.Module, say: Ca
     return best
 
 
-def _in_words(plan: SavedPlan, outcome: Outcome) -> str:
+def _in_words(plan: SavedPlan, outcome: TrialOutcome) -> str:
     predicted = f", predicted {1e3 * plan.predicted.seconds:.3g} ms" if plan.predicted else ""
     if outcome.seconds is None:
         return f"failed, {outcome.reason}{predicted}"
     return f"{1e3 * outcome.seconds:.3g} ms a step{predicted}"
 
 
-def own_script() -> Script | None:
+def own_script() -> TrialScript | None:
     """What this process runs, where that can be run again; None in a notebook, at a prompt, or in a child process."""
     words = sys.orig_argv
     if rank_main.__file__ in words:
         kind, program, *args = words[words.index(rank_main.__file__) + 3 :]
-        return Script(kind, program, tuple(args))
+        return TrialScript(kind, program, tuple(args))
     main = sys.modules["__main__"]
     if multiprocessing.parent_process() is not None or not hasattr(main, "__file__"):
         return None
     if (spec := getattr(main, "__spec__", None)) is not None:
-        return Script("module", spec.name.removesuffix(".__main__"), tuple(sys.argv[1:]))
-    return Script("script", str(main.__file__), tuple(sys.argv[1:]))
+        return TrialScript("module", spec.name.removesuffix(".__main__"), tuple(sys.argv[1:]))
+    return TrialScript("script", str(main.__file__), tuple(sys.argv[1:]))
 
 
 @contextlib.contextmanager
@@ -185,10 +187,10 @@ def _out_of_the_way(model: nn.Module, world: World) -> Iterator[None]:
         model.to(world.device)
 
 
-class _Crew:
+class _TrialRunner:
     """Runs trials, one child on every rank. Ranks tell one another through a store of their own when one has failed."""
 
-    def __init__(self, world: World, script: Script) -> None:
+    def __init__(self, world: World, script: TrialScript) -> None:
         self._world, self._script, self._round = world, script, 0
         self._directory = tempfile.TemporaryDirectory(prefix="echelon-trial-")
         self._address = _first_host(world)
@@ -196,7 +198,7 @@ class _Crew:
         self._served: list[TCPStore] = []
         self._store = self._open_store()
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _TrialRunner:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -216,9 +218,9 @@ class _Crew:
             self._served = [*self._served[:1], store]  # the ranks' own, and that of the trial under way
         if self._world.control is not None:
             port = gather_json(port, self._world.control)[0]
-        return way_to_store(self._address, port, self._token)
+        return local_store_endpoint(self._address, port, self._token)
 
-    def tried(self, plan: SavedPlan) -> Outcome:
+    def tried(self, plan: SavedPlan) -> TrialOutcome:
         self._round += 1
         place = Path(self._directory.name) / str(self._round)
         place.mkdir()
@@ -228,13 +230,13 @@ class _Crew:
         try:
             mine = self._watched(self._start(place, environment), place, _patience(plan))
         except OSError as error:  # others wait for what this rank has to say
-            mine = self._tell(Outcome(None, f"could not be started: {error.strerror}"))
+            mine = self._tell(TrialOutcome(None, f"could not be started: {error.strerror}"))
         if self._world.control is None:
             return mine
-        others = [Outcome(*found) for found in gather_json(list(mine), self._world.control)]
+        others = [TrialOutcome(*found) for found in gather_json(list(mine), self._world.control)]
         failed = [outcome for outcome in others if outcome.seconds is None]
         reasons = [outcome.reason for outcome in failed if outcome.reason != _FAILED]
-        return Outcome(None, (reasons or [_FAILED])[0]) if failed else max(others)
+        return TrialOutcome(None, (reasons or [_FAILED])[0]) if failed else max(others)
 
     def _start(self, place: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         words = [rank_main.__file__, str(os.getpid()), str(place), *self._script[:2], *self._script.args]
@@ -268,15 +270,15 @@ class _Crew:
         kept = {name: value for name, value in os.environ.items() if name not in (PLAN, BOUND_MARK, RECORD_DIR)}
         return kept | {name: str(value) for name, value in job.items()}
 
-    def _watched(self, child: subprocess.Popen[bytes], place: Path, patience: float) -> Outcome:
+    def _watched(self, child: subprocess.Popen[bytes], place: Path, patience: float) -> TrialOutcome:
         """Until the child has ended, another rank's has failed, or time is up. Nothing of it is left afterwards."""
         deadline = time.monotonic() + patience
         try:
             while child.poll() is None:
                 if time.monotonic() > deadline:
-                    return self._tell(Outcome(None, f"not done after {patience:.0f} s"))
+                    return self._tell(TrialOutcome(None, f"not done after {patience:.0f} s"))
                 if self._store is not None and self._store.check([f"{_FAILED}/{self._round}"]):
-                    return Outcome(None, _FAILED)
+                    return TrialOutcome(None, _FAILED)
                 time.sleep(LOOK)
             return self._reported(child.returncode, place)
         finally:
@@ -284,20 +286,20 @@ class _Crew:
                 child.kill()
             child.wait()
 
-    def _reported(self, code: int, place: Path) -> Outcome:
+    def _reported(self, code: int, place: Path) -> TrialOutcome:
         report = place / "report.json"
         if report.exists():
-            return Outcome(float(json.loads(report.read_text())["seconds"]))
+            return TrialOutcome(float(json.loads(report.read_text())["seconds"]))
         end = read_record(place / "end.json")
         said = " ".join(str(end.get("message") or "").split())[:160]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         kind = end.get("kind") or ""
-        return self._tell(Outcome(None, f"{kind}: {said}" if kind else how), secondary=bool(end.get("secondary")))
+        return self._tell(TrialOutcome(None, f"{kind}: {said}" if kind else how), secondary=bool(end.get("secondary")))
 
-    def _tell(self, outcome: Outcome, secondary: bool = False) -> Outcome:
+    def _tell(self, outcome: TrialOutcome, secondary: bool = False) -> TrialOutcome:
         if self._store is not None:
             self._store.set(f"{_FAILED}/{self._round}", "1")
-        return Outcome(None, _FAILED) if secondary else outcome
+        return TrialOutcome(None, _FAILED) if secondary else outcome
 
 
 def _patience(plan: SavedPlan) -> float:

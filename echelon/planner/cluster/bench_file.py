@@ -15,7 +15,7 @@ from echelon.base.config import build, require, strict
 from echelon.base.environment import CACHE_HOME
 from echelon.base.errors import UsageError
 from echelon.planner.cluster.cluster import Link
-from echelon.planner.cluster.devices import PCIE3, PCIE_LATENCY, Kind, find_kind
+from echelon.planner.cluster.device_catalog import PCIE3, PCIE_LATENCY, DeviceSpec, find_kind
 from echelon.planner.cluster.schema import DeviceEntry, LinkEntry
 
 FORMAT = "echelon bench"
@@ -105,17 +105,17 @@ def read(path: Path) -> BenchEntry:
     return entry
 
 
-def measurements(bench: str | Path | Literal[False] | None) -> Measured | None:
+def measurements(bench: str | Path | Literal[False] | None) -> BenchMeasurements | None:
     """What was measured, from the file named, or from the usual one where there is one that can be read."""
     if bench is False:
         return None
     if bench is not None:
-        return Measured(Path(bench), read(Path(bench)), named=True)
+        return BenchMeasurements(Path(bench), read(Path(bench)), named=True)
     path = default_path()
     if not path.exists():
         return None
     try:
-        return Measured(path, read(path), named=False)
+        return BenchMeasurements(path, read(path), named=False)
     except UsageError as error:
         say(f"{error}; until then plans take the catalogue's figures")
         return None
@@ -126,26 +126,30 @@ def say(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchMeasurements:
     """The figures of one file. ``named``: the user asked for this file, be it of another machine."""
 
     path: Path
     entry: BenchEntry
     named: bool
 
-    def kind(self, name: str) -> Kind | None:
+    def kind(self, name: str) -> DeviceSpec | None:
         """A device that only this file knows."""
-        from echelon.planner.cluster.devices import bare
+        from echelon.planner.cluster.device_catalog import normalize_device_name
 
         for known, device in self.entry.devices.items():
-            if bare(known) == bare(name) and device.memory is not None and find_kind(known) is None:
+            if (
+                normalize_device_name(known) == normalize_device_name(name)
+                and device.memory is not None
+                and find_kind(known) is None
+            ):
                 made = replace(device.alone(known, f"{self.path}: devices.{known}"), origin="measured")
                 fallback = find_kind("T4")
                 assert fallback is not None
-                return Kind(made, Link("PCIe", PCIE3, PCIE_LATENCY), fallback.network)
+                return DeviceSpec(made, Link("PCIe", PCIE3, PCIE_LATENCY), fallback.network)
         return None
 
-    def on(self, kind: Kind) -> Kind:
+    def on(self, kind: DeviceSpec) -> DeviceSpec:
         """``kind`` with what was measured of it in place of the catalogue's figures."""
         name = kind.device.name
         if name not in self.entry.devices:

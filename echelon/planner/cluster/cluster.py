@@ -248,7 +248,7 @@ class Cluster:
         latency, ``link`` times the bandwidth inside hosts; ``memory``, ``speed`` and ``bandwidth`` are of every device;
         ``hosts`` as many hosts, of several kinds in the same proportion; ``device`` another kind in all places.
         """
-        from echelon.planner.cluster.devices import device_named
+        from echelon.planner.cluster.device_catalog import device_named
 
         other = device_named(device) if isinstance(device, str) else device
         whole = self.host_count

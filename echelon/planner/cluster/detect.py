@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.base.environment import find_place
+from echelon.base.environment import detect_rank_info
 from echelon.base.errors import UsageError
-from echelon.planner.cluster.bench_file import Measured
+from echelon.planner.cluster.bench_file import BenchMeasurements
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.cluster.devices import PCIE4, PCIE_LATENCY, RESERVE, Kind, find_kind, kind_named
+from echelon.planner.cluster.device_catalog import PCIE4, PCIE_LATENCY, RESERVE, DeviceSpec, find_kind, kind_named
 
 #: Bytes of a process that has imported torch before it has a tensor.
 PROCESS = 0.4 * 1024**3
 
 
-def find_here(ranks: int | None = None, measured: Measured | None = None) -> Cluster:
+def find_here(ranks: int | None = None, measured: BenchMeasurements | None = None) -> Cluster:
     """This machine as a cluster: ``ranks`` devices, or those of the job we are in, or one for each GPU or core."""
     import torch
 
     from echelon.distributed import world as worlds
 
-    place = worlds.current().place if worlds.is_initialized() else find_place()
+    place = worlds.current().place if worlds.is_initialized() else detect_rank_info()
     hosts = 1 if ranks else max(1, place.world_size // place.local_world_size)
     if ranks is None and place.world_size > 1:
         ranks = place.local_world_size
@@ -34,7 +34,7 @@ def find_here(ranks: int | None = None, measured: Measured | None = None) -> Clu
     return Cluster(((hosts, host),), network, "here" if hosts == 1 else f"{hosts} hosts like this")
 
 
-def _cpu_host(ranks: int, measured: Measured | None) -> tuple[Host, Link]:
+def _cpu_host(ranks: int, measured: BenchMeasurements | None) -> tuple[Host, Link]:
     kind = _measured_here(kind_named("CPU"), measured)
     memory = memory_bytes() / ranks - PROCESS
     if memory <= 0:
@@ -43,7 +43,7 @@ def _cpu_host(ranks: int, measured: Measured | None) -> tuple[Host, Link]:
     return Host((device,) * ranks, kind.link), kind.network
 
 
-def _gpu_host(ranks: int, gpus: int, measured: Measured | None) -> tuple[Host, Link]:
+def _gpu_host(ranks: int, gpus: int, measured: BenchMeasurements | None) -> tuple[Host, Link]:
     """Ranks beyond the number of GPUs share them in turn, as ``echelon.init`` deals them out, and talk through Gloo."""
     kinds = [_measured_here(gpu_kind(index), measured) for index in range(min(gpus, ranks))]
     each = math.ceil(ranks / gpus)
@@ -59,12 +59,12 @@ def shared_name(device: str) -> str:
     return f"{device} shared"
 
 
-def shared_link(device: str, measured: Measured | None) -> Link:
+def shared_link(device: str, measured: BenchMeasurements | None) -> Link:
     default = kind_named("CPU").link
     return measured.link(shared_name(device), default) if measured else default
 
 
-def gpu_kind(index: int) -> Kind:
+def gpu_kind(index: int) -> DeviceSpec:
     """GPU ``index`` with the memory it has; one that the catalogue does not know gets rough figures by its size."""
     import torch
 
@@ -73,14 +73,14 @@ def gpu_kind(index: int) -> Kind:
     return replace(kind, device=_found(kind.device, memory=facts.total_memory - RESERVE))
 
 
-def _rough(name: str, multiprocessors: int) -> Kind:
+def _rough(name: str, multiprocessors: int) -> DeviceSpec:
     """128 lanes at 1.5 GHz for each multiprocessor, tensor cores 4 times that: to be measured by ``echelon bench``."""
     peak = multiprocessors * 128 * 2 * 1.5e9
     device = Device(name, {"float32": peak, "float16": 4 * peak, "bfloat16": 4 * peak}, 1.0, 5e11)
-    return Kind(device, Link("PCIe", PCIE4, PCIE_LATENCY), kind_named("T4").network)
+    return DeviceSpec(device, Link("PCIe", PCIE4, PCIE_LATENCY), kind_named("T4").network)
 
 
-def _measured_here(kind: Kind, measured: Measured | None) -> Kind:
+def _measured_here(kind: DeviceSpec, measured: BenchMeasurements | None) -> DeviceSpec:
     if measured is None:
         return kind
     own = kind.device.memory

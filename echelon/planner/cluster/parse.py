@@ -10,28 +10,28 @@ from typing import Literal
 
 from echelon.base.errors import UsageError
 from echelon.base.quantities import quantity
-from echelon.planner.cluster.bench_file import Measured, measurements
+from echelon.planner.cluster.bench_file import BenchMeasurements, measurements
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.cluster.devices import Kind, find_kind, kind_named
+from echelon.planner.cluster.device_catalog import DeviceSpec, find_kind, kind_named
 
 _FORMS = "write 4x8xH100 (hosts x devices x kind), 8xV100 (one host), 2x8xV100+1x8xT4, a .yaml file or here"
 _FILES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
-class Makings:
+class DeviceResolver:
     """What a name of a device stands for: the file's own, the catalogue's, with measured figures where there are."""
 
-    measured: Measured | None = None
+    measured: BenchMeasurements | None = None
     own: Mapping[str, Device] = field(default_factory=dict)
 
-    def with_devices(self, own: Mapping[str, Device]) -> Makings:
+    def with_devices(self, own: Mapping[str, Device]) -> DeviceResolver:
         return replace(self, own=own)
 
-    def known(self, name: str) -> Kind | None:
+    def known(self, name: str) -> DeviceSpec | None:
         return find_kind(name) or (self.measured.kind(name) if self.measured else None)
 
-    def kind(self, name: str, where: str = "") -> Kind:
+    def kind(self, name: str, where: str = "") -> DeviceSpec:
         known = self.known(name)
         device = self.own.get(name) or (self.own.get(known.device.name) if known else None)
         if device is None:
@@ -44,7 +44,7 @@ class Makings:
 
 def parse(text: str | Path, bench: str | Path | Literal[False] | None) -> Cluster:
     word = str(text).strip()
-    makings = Makings(measurements(bench))
+    makings = DeviceResolver(measurements(bench))
     if Path(word).suffix.lower() in _FILES:
         from echelon.planner.cluster.yaml_file import read
 
@@ -57,13 +57,13 @@ def parse(text: str | Path, bench: str | Path | Literal[False] | None) -> Cluste
     return _with_network(_cluster(plain, word, makings), network, word)
 
 
-def _cluster(plain: str, word: str, makings: Makings) -> Cluster:
+def _cluster(plain: str, word: str, makings: DeviceResolver) -> Cluster:
     groups = [_group(part.strip(), word, makings) for part in plain.split("+")]
     hosts = tuple((count, host) for count, host, _ in groups)
     return Cluster(hosts, slowest([network for _, _, network in groups]), word)
 
 
-def _group(part: str, word: str, makings: Makings) -> tuple[int, Host, Link]:
+def _group(part: str, word: str, makings: DeviceResolver) -> tuple[int, Host, Link]:
     """``4x8xH100``: four hosts with eight; ``8xV100``: one host; ``H200``: one device."""
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z][\w ./()-]*|4090)", part, re.IGNORECASE)
     if not found:

@@ -22,7 +22,7 @@ from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
 from echelon.base.quantities import quantity, show
 from echelon.planner.cluster.cluster import Cluster, Curve, Device, Host, Link
-from echelon.planner.cluster.parse import Makings, slowest
+from echelon.planner.cluster.parse import DeviceResolver, slowest
 from echelon.planner.cluster.schema import DeviceEntry, LinkEntry, plain_device, plain_link
 
 _LinkEntry = LinkEntry | float | str
@@ -30,7 +30,7 @@ _Row = tuple[str, str, str, str]
 
 
 @strict
-class HostEntry:
+class ClusterHostEntry:
     """``devices``: ``8xV100``, or several kinds after one another: ``4xV100+4xT4``."""
 
     devices: str
@@ -43,7 +43,7 @@ class HostEntry:
 
 @strict
 class ClusterEntry:
-    hosts: tuple[HostEntry, ...]
+    hosts: tuple[ClusterHostEntry, ...]
     network: _LinkEntry | None = None
     devices: dict[str, DeviceEntry] | None = None
     name: str = ""
@@ -52,7 +52,7 @@ class ClusterEntry:
         require(bool(self.hosts), self, "hosts", "one or more")
 
 
-def read(path: Path, makings: Makings) -> Cluster:
+def read(path: Path, makings: DeviceResolver) -> Cluster:
     """The cluster of a file; ``makings`` has the devices that the file does not describe itself."""
     entry = _entry(path)
     own = {name: _own_device(name, given, path, makings) for name, given in (entry.devices or {}).items()}
@@ -76,7 +76,7 @@ def _entry(path: Path) -> ClusterEntry:
         raise UsageError(said if str(path) in said else f"{path}: {said}") from None
 
 
-def _own_device(name: str, entry: DeviceEntry, path: Path, makings: Makings) -> Device:
+def _own_device(name: str, entry: DeviceEntry, path: Path, makings: DeviceResolver) -> Device:
     where = f"{path}: devices.{name}"
     if not re.fullmatch(r"[A-Za-z][\w ./()-]*", name):
         raise UsageError(f"{where}: a device's name begins with a letter and has no '+', '@' or ','")
@@ -86,7 +86,7 @@ def _own_device(name: str, entry: DeviceEntry, path: Path, makings: Makings) -> 
     return replace(entry.on(device, "given", where), name=name if entry.like else device.name)
 
 
-def _host(entry: HostEntry, where: str, makings: Makings) -> Host:
+def _host(entry: ClusterHostEntry, where: str, makings: DeviceResolver) -> Host:
     devices: list[Device] = []
     kinds = []
     for word in entry.devices.split("+"):

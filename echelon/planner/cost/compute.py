@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from echelon.planner.cluster.cluster import Curve, Device, read_curve
 from echelon.planner.cost.system import System
-from echelon.planner.model_costs import Kernel, Pass, Unit
+from echelon.planner.model_costs import Kernel, ModelUnit, UnitPass
 
 COMPUTES = frozenset({"product", "convolution", "attention"})
 FUSABLE = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})
@@ -40,7 +40,7 @@ class UnitSeconds:
         return UnitSeconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def unit_seconds(unit: Unit, device: Device, system: System, compiled: bool = False) -> UnitSeconds:
+def unit_seconds(unit: ModelUnit, device: Device, system: System, compiled: bool = False) -> UnitSeconds:
     """``compiled``: pointwise kernels are one with their neighbours, and the host starts fewer."""
     pace = _Pace(device, system, compiled)
     forward, backward, again = unit.forward.kernels, unit.backward.kernels, unit.again or unit.forward
@@ -55,7 +55,7 @@ def unit_seconds(unit: Unit, device: Device, system: System, compiled: bool = Fa
     )
 
 
-def _batch_norms(way: Pass) -> int:
+def _batch_norms(way: UnitPass) -> int:
     return sum(kernel.count for kernel in way.kernels if kernel.kind == "batch_norm")
 
 
@@ -72,7 +72,7 @@ class _Pace:
         """Seconds of the device, one kernel after another."""
         return sum(kernel.count * self._one(kernel) for kernel in kernels)
 
-    def host(self, way: Pass) -> float:
+    def host(self, way: UnitPass) -> float:
         """Seconds of the host, which runs ahead of the device."""
         return self.started(way.launches)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Approximation, Draft
 from echelon.plan.plan import Plan
-from echelon.plan.stage_trace import Recording
-from echelon.planner.model_costs import Anatomy
+from echelon.plan.stage_trace import StageTrace
+from echelon.planner.model_costs import ProfileLike
 
 
-def draft_of(plan: Plan, profile: Anatomy) -> Draft:
+def draft_of(plan: Plan, profile: ProfileLike) -> Draft:
     """``profile.batch`` counts as the global batch."""
     depth = plan.mesh.get("stage", 1)
     cuts = _cuts(plan, profile)
@@ -36,7 +36,7 @@ def draft_of(plan: Plan, profile: Anatomy) -> Draft:
     )
 
 
-def _cuts(plan: Plan, profile: Anatomy) -> tuple[int, ...]:
+def _cuts(plan: Plan, profile: ProfileLike) -> tuple[int, ...]:
     """First unit of every stage but the first."""
     if plan.stages is None:
         return _even_cuts(plan.mesh.get("stage", 1), len(profile.names))
@@ -55,7 +55,7 @@ def _cuts(plan: Plan, profile: Anatomy) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def _stage_of(unit: str, recorded: Recording) -> int | None:
+def _stage_of(unit: str, recorded: StageTrace) -> int | None:
     """Of the marked module that is this unit, has it inside, or is inside of it."""
     for name, stage in recorded.units.items():
         if name == unit or unit.startswith(f"{name}.") or name.startswith(f"{unit}."):

@@ -17,7 +17,7 @@ AHEAD = 2  # messages that are expected while an action runs, see parallel.pipel
 STEADY = 4  # times the ranks: from so many micro-batches on, a schedule only repeats itself
 
 
-class Moment(NamedTuple):
+class ScheduleMoment(NamedTuple):
     """An action, and what else there is, by the rank's stages (its "chunks").
 
     open:     other micro-batches that wait for their backward
@@ -37,12 +37,14 @@ class Moment(NamedTuple):
     returning: int = 0
 
 
-def moments(name: ScheduleName, stages: int, ranks: int, micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
+def moments(name: ScheduleName, stages: int, ranks: int, micro_batches: int) -> tuple[tuple[ScheduleMoment, ...], ...]:
     """For each rank the moments among which its fullest one is."""
     return tuple(moments_of_rank(name, stages, ranks, micro_batches, rank) for rank in range(ranks))
 
 
-def moments_of_rank(name: ScheduleName, stages: int, ranks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
+def moments_of_rank(
+    name: ScheduleName, stages: int, ranks: int, micro_batches: int, rank: int
+) -> tuple[ScheduleMoment, ...]:
     """The moments among which one rank's fullest is."""
     if name == "1f1b":  # a rank goes by the number of ranks behind it alone, and repeats itself soon
         behind = ranks - 1 - rank
@@ -58,7 +60,7 @@ def moments_of_rank(name: ScheduleName, stages: int, ranks: int, micro_batches: 
 @functools.lru_cache(maxsize=65536)
 def _moments_of_rank(
     name: ScheduleName, stages: int, ranks: int, count: int, rank: int, fed: bool
-) -> tuple[Moment, ...]:
+) -> tuple[ScheduleMoment, ...]:
     """``fed``: whether its first stage receives something from another."""
     actions = tuple(rank_actions(name, stages, ranks, count, rank))
     return _fullest(_ends(_walk(actions, _expected(actions, stages, fed), ranks, stages // ranks)))
@@ -75,16 +77,18 @@ def _expected(actions: tuple[Action, ...], stages: int, fed: bool) -> list[tuple
     return found[::-1]
 
 
-def one_after_another(micro_batches: int) -> tuple[Moment, ...]:
+def one_after_another(micro_batches: int) -> tuple[ScheduleMoment, ...]:
     """Without a pipeline: each micro-batch goes forward and backward before the next."""
     kinds: tuple[Kind, ...] = ("F", "B")
-    return tuple(Moment(kind, 0, (0,), (0,), (made,)) for kind in kinds for made in {False, micro_batches > 1})
+    return tuple(ScheduleMoment(kind, 0, (0,), (0,), (made,)) for kind in kinds for made in {False, micro_batches > 1})
 
 
-def _walk(actions: tuple[Action, ...], expected: list[tuple[int, int]], ranks: int, chunks: int) -> list[Moment]:
+def _walk(
+    actions: tuple[Action, ...], expected: list[tuple[int, int]], ranks: int, chunks: int
+) -> list[ScheduleMoment]:
     held, waiting, made = [0] * chunks, [0] * chunks, [False] * chunks
     returned = 0
-    found: dict[Moment, None] = {}
+    found: dict[ScheduleMoment, None] = {}
     for action, soon in zip(actions, expected, strict=True):
         chunk = action.stage // ranks
         if action.kind in "BI":
@@ -93,7 +97,7 @@ def _walk(actions: tuple[Action, ...], expected: list[tuple[int, int]], ranks: i
             waiting[chunk] -= 1
         if action.kind == "F":
             returned = min(returned, 1)
-        found[Moment(action.kind, chunk, tuple(held), tuple(waiting), tuple(made), returned, *soon)] = None
+        found[ScheduleMoment(action.kind, chunk, tuple(held), tuple(waiting), tuple(made), returned, *soon)] = None
         held[chunk] += action.kind == "F"
         waiting[chunk] += action.kind == "I"
         made[chunk] |= action.kind in "BW"
@@ -101,18 +105,18 @@ def _walk(actions: tuple[Action, ...], expected: list[tuple[int, int]], ranks: i
     return list(found)
 
 
-def _fullest(found: Sequence[Moment]) -> tuple[Moment, ...]:
+def _fullest(found: Sequence[ScheduleMoment]) -> tuple[ScheduleMoment, ...]:
     """Without those that another one of the same action surpasses in everything."""
-    kept: list[Moment] = []
+    kept: list[ScheduleMoment] = []
     for moment in sorted(found, key=lambda one: (-sum(one.made), [-count for count in _counts(one)])):
         if not any(_surpasses(other, moment) for other in kept):
             kept.append(moment)
     return tuple(kept)
 
 
-def _ends(found: Sequence[Moment]) -> tuple[Moment, ...]:
+def _ends(found: Sequence[ScheduleMoment]) -> tuple[ScheduleMoment, ...]:
     """Without those that lie on a line between two others: bytes are sums over counts, so an end has as many."""
-    kept: list[Moment] = []
+    kept: list[ScheduleMoment] = []
     for moment in sorted(found, key=lambda one: (one.kind, one.chunk, one.made, _counts(one))):
         if len(kept) > 1 and _step(kept[-2], kept[-1]) == _step(kept[-1], moment) is not None:
             kept.pop()
@@ -120,7 +124,7 @@ def _ends(found: Sequence[Moment]) -> tuple[Moment, ...]:
     return tuple(kept)
 
 
-def _step(one: Moment, other: Moment) -> tuple[int, ...] | None:
+def _step(one: ScheduleMoment, other: ScheduleMoment) -> tuple[int, ...] | None:
     """The direction from one moment to another of the same action."""
     if (one.kind, one.chunk, one.made) != (other.kind, other.chunk, other.made):
         return None
@@ -129,10 +133,10 @@ def _step(one: Moment, other: Moment) -> tuple[int, ...] | None:
     return tuple(step // whole for step in steps)
 
 
-def _counts(one: Moment) -> tuple[int, ...]:
+def _counts(one: ScheduleMoment) -> tuple[int, ...]:
     return (*one.open, *one.waiting, one.returned, one.coming, one.returning)
 
 
-def _surpasses(one: Moment, other: Moment) -> bool:
+def _surpasses(one: ScheduleMoment, other: ScheduleMoment) -> bool:
     alike = (one.kind, one.chunk) == (other.kind, other.chunk)
     return alike and one.made >= other.made and all(a >= b for a, b in zip(_counts(one), _counts(other), strict=True))

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Link
-from echelon.planner.cost.collectives import Group, seconds, send_seconds
+from echelon.planner.cost.collective_costs import CommGroup, seconds, send_seconds
 
 Worker = tuple[Device, float]  #: a device of a split, and its width relative to an even one
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaPlacement:
     """Replicas whose devices and shares are alike.
 
     workers: for each rank along the stage axis, the different devices of its split
@@ -45,12 +45,12 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Placement:
+class MeshPlacement:
     """edges: one for each rank along the stage axis, to the one after it; the last one's leads back to the first."""
 
-    replicas: tuple[Replica, ...]
-    split: Group
-    replicate: Group
+    replicas: tuple[ReplicaPlacement, ...]
+    split: CommGroup
+    replicate: CommGroup
     edges: tuple[Edge, ...]
 
     def edge_seconds(self, rank: int, size: float, scattered: bool) -> float:
@@ -60,7 +60,7 @@ class Placement:
         return self.edges[rank].seconds(size / self.split.ranks) + seconds("all_gather", size, self.split)
 
 
-def place(draft: Draft, cluster: Cluster) -> Placement:
+def place(draft: Draft, cluster: Cluster) -> MeshPlacement:
     if draft.ranks > cluster.size:
         raise UsageError(f"a plan for {draft.ranks} devices cannot run on {cluster.size}: make its mesh smaller")
     return _by_arithmetic(draft, cluster) if cluster.uniform and not draft.order else _by_looking(draft, cluster)
@@ -69,7 +69,7 @@ def place(draft: Draft, cluster: Cluster) -> Placement:
 # ---- hosts that are alike ----
 
 
-def _by_arithmetic(draft: Draft, cluster: Cluster) -> Placement:
+def _by_arithmetic(draft: Draft, cluster: Cluster) -> MeshPlacement:
     host = cluster.hosts[0][1]
     here = len(host.devices)
     apart = draft.stage * draft.split  # ranks between two neighbours along the replicate axis
@@ -77,21 +77,21 @@ def _by_arithmetic(draft: Draft, cluster: Cluster) -> Placement:
     widths = {round(width * draft.split / sum(draft.widths), 6) for width in draft.widths} or {1.0}
     workers = tuple((device, width) for width in sorted(widths))
     shares = {share * draft.replicate / sum(draft.shares) for share in draft.shares} or {1.0}
-    replicas = tuple(Replica((workers,) * draft.stage, share) for share in sorted(shares))
+    replicas = tuple(ReplicaPlacement((workers,) * draft.stage, share) for share in sorted(shares))
     split = _strided_group(draft.split, 1, here, host.link, cluster.network, draft.ranks)
     replicate = _strided_group(draft.replicate, apart, here, host.link, cluster.network, draft.ranks)
     edges = tuple(
         _edge(rank * draft.split, (rank + 1) % draft.stage * draft.split, draft.split, here, host.link, cluster.network)
         for rank in range(draft.stage)
     )
-    return Placement(replicas, split, replicate, edges)
+    return MeshPlacement(replicas, split, replicate, edges)
 
 
-def _strided_group(ranks: int, apart: int, here: int, inside: Link, network: Link, everyone: int) -> Group:
+def _strided_group(ranks: int, apart: int, here: int, inside: Link, network: Link, everyone: int) -> CommGroup:
     """``ranks`` of them, ``apart`` from each other, on hosts of ``here`` devices."""
     hosts = math.ceil(ranks * apart / here) if apart < here else ranks
     on_host = max(1, ranks // hosts)
-    return Group(ranks, inside, network, hosts, sharing=max(1, min(here, everyone) // on_host))
+    return CommGroup(ranks, inside, network, hosts, sharing=max(1, min(here, everyone) // on_host))
 
 
 def _edge(source: int, target: int, split: int, here: int, inside: Link, network: Link) -> Edge:
@@ -103,13 +103,13 @@ def _edge(source: int, target: int, split: int, here: int, inside: Link, network
 # ---- any cluster, any order ----
 
 
-def _by_looking(draft: Draft, cluster: Cluster) -> Placement:
+def _by_looking(draft: Draft, cluster: Cluster) -> MeshPlacement:
     sizes = (draft.replicate, draft.stage, draft.split)
     ranks = np.array(draft.order or range(draft.ranks)).reshape(sizes)
     devices = list(cluster.devices())
     hosts = _host_numbers(cluster)[ranks]
     inside = min((host.link for _, host in cluster.hosts), key=lambda link: link.bandwidth)
-    return Placement(
+    return MeshPlacement(
         _distinct(draft, [[[devices[rank] for rank in split] for split in stage] for stage in ranks.tolist()]),
         _seen_group(hosts.reshape(-1, draft.split), inside, cluster.network, hosts),
         _seen_group(hosts.reshape(draft.replicate, -1).T, inside, cluster.network, hosts),
@@ -125,24 +125,24 @@ def _host_numbers(cluster: Cluster) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
-def _distinct(draft: Draft, devices: list[list[list[Device]]]) -> tuple[Replica, ...]:
+def _distinct(draft: Draft, devices: list[list[list[Device]]]) -> tuple[ReplicaPlacement, ...]:
     widths = [width * draft.split / sum(draft.widths) for width in draft.widths] or [1.0] * draft.split
     shares = [share * draft.replicate / sum(draft.shares) for share in draft.shares] or [1.0] * draft.replicate
-    found: dict[object, Replica] = {}
+    found: dict[object, ReplicaPlacement] = {}
     for replica, share in zip(devices, shares, strict=True):
         key = (tuple(tuple(device.name for device in split) for split in replica), round(share, 9))
         if key not in found:
             stages = (dict.fromkeys(zip(split, widths, strict=True)) for split in replica)
-            found[key] = Replica(tuple(tuple(workers) for workers in stages), share)
+            found[key] = ReplicaPlacement(tuple(tuple(workers) for workers in stages), share)
     return tuple(found.values())
 
 
-def _seen_group(groups: NDArray[np.int64], inside: Link, network: Link, everyone: NDArray[np.int64]) -> Group:
+def _seen_group(groups: NDArray[np.int64], inside: Link, network: Link, everyone: NDArray[np.int64]) -> CommGroup:
     """Of all the groups, the one on most hosts."""
     hosts = max(len(np.unique(group)) for group in groups)
     on_host = max(1, groups.shape[1] // hosts)
     busiest = int(np.bincount(everyone.ravel()).max())
-    return Group(groups.shape[1], inside, network, hosts, sharing=max(1, busiest // on_host))
+    return CommGroup(groups.shape[1], inside, network, hosts, sharing=max(1, busiest // on_host))
 
 
 def _seen_edge(source: NDArray[np.int64], target: NDArray[np.int64], inside: Link, network: Link) -> Edge:

@@ -11,23 +11,28 @@ import numpy as np
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.plan.plan import Plan
-from echelon.plan.prediction import PARTS, Memory, Prediction
+from echelon.plan.prediction import PARTS, PredictedMemory, Prediction
 from echelon.planner.cluster.cluster import Cluster, Device
 from echelon.planner.cost.compute import UnitSeconds, stream_seconds
 from echelon.planner.cost.draft_of_plan import draft_of
-from echelon.planner.cost.placement import Placement, Replica, place
-from echelon.planner.cost.replica_traffic import Busy, Exposed, Held, exposed
-from echelon.planner.cost.stage_costs import Array, Setting, UnitCosts
+from echelon.planner.cost.pipeline_timing import PipelineTiming, StageDurations, estimate_pipeline, simulate_pipeline
+from echelon.planner.cost.placement import MeshPlacement, ReplicaPlacement, place
+from echelon.planner.cost.replica_traffic import (
+    ExposedTraffic,
+    OverlapWindow,
+    StageParameterCounts,
+    find_exposed_traffic,
+)
+from echelon.planner.cost.stage_costs import Array, CostSetting, UnitCosts
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.cost.timeline import Stages, Timeline, estimated, simulated
-from echelon.planner.model_costs import Anatomy
+from echelon.planner.model_costs import ProfileLike
 from echelon.strategy.annotations.marks import ScheduleName
 
 USUAL_SCHEDULE: ScheduleName = "1f1b"
 
 
 def predict(
-    profile: Anatomy,
+    profile: ProfileLike,
     cluster: Cluster,
     plan: Draft | Plan,
     *,
@@ -38,7 +43,7 @@ def predict(
 ) -> Prediction:
     """One step. ``simulate``: event by event, otherwise by closed forms; ``events``: with the pipeline's timeline."""
     draft = draft_of(plan, profile) if isinstance(plan, Plan) else plan
-    return Costs(profile, cluster, system, optimizer).predict(draft, simulate=simulate, events=events)
+    return CostModel(profile, cluster, system, optimizer).predict(draft, simulate=simulate, events=events)
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,16 @@ class StageTimes:
         )
 
 
-class Costs:
+class CostModel:
     """Predictions for one model on one cluster. Costs of units and places of meshes are kept between drafts."""
 
-    def __init__(self, profile: Anatomy, cluster: Cluster, system: System = ECHELON, optimizer: str = "adam") -> None:
+    def __init__(
+        self, profile: ProfileLike, cluster: Cluster, system: System = ECHELON, optimizer: str = "adam"
+    ) -> None:
         self.profile, self.cluster, self.system, self.optimizer = profile, cluster, system, optimizer
         self.units = UnitCosts(profile, system)
         self.update_bytes = {amp: system.update_bytes(optimizer, amp) for amp in (None, "bf16", "fp16")}
-        self._placements: dict[Hashable, Placement] = {}
+        self._placements: dict[Hashable, MeshPlacement] = {}
 
     def predict(self, draft: Draft, *, simulate: bool = True, events: bool = False, memory: bool = True) -> Prediction:
         """``memory=False`` leaves memory out, where only time is asked for."""
@@ -90,7 +97,7 @@ class Costs:
         held = self.memory(draft, placement) if memory else ()
         return Prediction(sum(parts.values()), parts, held, slowest.timeline.events)
 
-    def placement(self, draft: Draft) -> Placement:
+    def placement(self, draft: Draft) -> MeshPlacement:
         key = draft.replicate, draft.stage, draft.split, draft.shares, draft.widths, draft.order
         if key not in self._placements:
             self._placements[key] = place(draft, self.cluster)
@@ -102,9 +109,11 @@ class Costs:
         """Of every unit, for one micro-batch on one device of a split."""
         return [self.units.unit(unit, device, compiled) for unit in self.units.sheet(samples, split, amp).units]
 
-    def memory(self, draft: Draft, placement: Placement, ranks: Iterable[int] | None = None) -> tuple[Memory, ...]:
+    def memory(
+        self, draft: Draft, placement: MeshPlacement, ranks: Iterable[int] | None = None
+    ) -> tuple[PredictedMemory, ...]:
         """Of every rank along the stage axis, or of ``ranks`` alone."""
-        from echelon.planner.cost.rank_memory import fullest
+        from echelon.planner.cost.rank_memory import find_peak_moments
 
         limits = [
             min(device.memory for kind in placement.replicas for device, _ in kind.workers[rank])
@@ -112,7 +121,7 @@ class Costs:
         ]
         on_cpu = all(device.name.startswith("CPU") for device in self.cluster.kinds)
         place: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
-        found = fullest(
+        found = find_peak_moments(
             self.profile, draft, limits, system=self.system, optimizer=self.optimizer, place=place, ranks=ranks
         )
         return tuple(one.memory for one in found)
@@ -142,11 +151,17 @@ class _Replica:
     """One replica's step: its pipeline, then what it exchanges with others, then the update."""
 
     def __init__(
-        self, costs: Costs, draft: Draft, placement: Placement, kind: Replica, simulate: bool, events: bool
+        self,
+        costs: CostModel,
+        draft: Draft,
+        placement: MeshPlacement,
+        kind: ReplicaPlacement,
+        simulate: bool,
+        events: bool,
     ) -> None:
         self.costs, self.draft, self.placement, self.kind = costs, draft, placement, kind
         self.system = costs.system
-        self.setting = Setting(draft.micro_batch * kind.share, draft.split, draft.amp, draft.compile)
+        self.setting = CostSetting(draft.micro_batch * kind.share, draft.split, draft.amp, draft.compile)
         self.bounds = [0, *draft.cuts, len(costs.profile.names)]
         self.sizes = costs.units.sizes(self.setting).between(self.bounds)
         self.host = kind.workers[0][0][0].engine
@@ -226,19 +241,19 @@ class _Replica:
             columns.append(max(found, key=lambda column: column[0] + column[1]))
         return np.array(columns).T
 
-    def _timeline(self, simulate: bool, events: bool) -> Timeline:
+    def _timeline(self, simulate: bool, events: bool) -> PipelineTiming:
         draft = self.draft
         forward, backward = self._lengthened()
         if draft.stages == 1:
             makespan = draft.micro_batches * float(forward[0] + backward[0])
-            return Timeline(makespan, makespan, (makespan,))
+            return PipelineTiming(makespan, makespan, (makespan,))
         name, edges = draft.schedule or USUAL_SCHEDULE, self._edges()
         if name == "gpipe":
             forward, backward, edges = _one_by_one(forward, backward, edges)
-        stages = Stages(forward.tolist(), backward.tolist(), self.times.for_weights.tolist(), edges)
+        stages = StageDurations(forward.tolist(), backward.tolist(), self.times.for_weights.tolist(), edges)
         if simulate or events:
-            return simulated(name, stages, draft.stage, draft.micro_batches, events)
-        return estimated(name, stages, draft.stage, draft.micro_batches)
+            return simulate_pipeline(name, stages, draft.stage, draft.micro_batches, events)
+        return estimate_pipeline(name, stages, draft.stage, draft.micro_batches)
 
     def _lengthened(self) -> tuple[Array, Array]:
         """F and B with what shards make them wait."""
@@ -262,13 +277,13 @@ class _Replica:
 
     # ---- between replicas ----
 
-    def _exchange(self, rank: int) -> Exposed:
+    def _exchange(self, rank: int) -> ExposedTraffic:
         mine = slice(rank, None, self.draft.stage)
         forward, backward = self.times.passes()
-        held = Held(*(float(self.sizes[row, mine].sum()) for row in (0, 1, 3)))
-        busy = Busy(float(forward[mine].sum()), float(backward[mine].sum()))
+        held = StageParameterCounts(*(float(self.sizes[row, mine].sum()) for row in (0, 1, 3)))
+        busy = OverlapWindow(float(forward[mine].sum()), float(backward[mine].sum()))
         device = self.kind.workers[rank][0][0]
-        return exposed(self.draft, held, busy, self.placement.replicate, device, self.system)
+        return find_exposed_traffic(self.draft, held, busy, self.placement.replicate, device, self.system)
 
     def _tied(self) -> float:
         """Weights that several stages hold: their gradients are summed too."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory
-from echelon.planner.cost.in_flight import Moment, moments_of_rank, one_after_another
-from echelon.planner.cost.stage_memory import UNDER_WAY, Peak, Stage, Terms, stage
+from echelon.plan.prediction import PredictedMemory
+from echelon.planner.cost.in_flight import ScheduleMoment, moments_of_rank, one_after_another
+from echelon.planner.cost.stage_memory import UNDER_WAY, PassPeak, StageMemory, StageMemoryOptions, stage
 from echelon.planner.cost.strategy_traffic import RESIDUAL
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.model_costs import Anatomy, Sheet
+from echelon.planner.model_costs import ModelCosts, ProfileLike
 
 Place = Literal["cuda", "cpu"]
 
@@ -53,16 +53,16 @@ WORKSPACE = 8.125 * 2**20  # what matrix products take for themselves on a GPU, 
 
 
 @dataclass(frozen=True)
-class Fullest:
+class PeakMoment:
     """The fullest moment of a rank: while: forward, backward, exchange or update; unit: in which one, where in one."""
 
-    memory: Memory
+    memory: PredictedMemory
     moment: Literal["forward", "backward", "exchange", "update"]
     unit: int | None = None
 
 
-def fullest(
-    profile: Anatomy,
+def find_peak_moments(
+    profile: ProfileLike,
     draft: Draft,
     limits: Sequence[float] | float = (),
     *,
@@ -71,7 +71,7 @@ def fullest(
     place: Place = "cuda",
     workspace: float | None = None,
     ranks: Iterable[int] | None = None,
-) -> tuple[Fullest, ...]:
+) -> tuple[PeakMoment, ...]:
     """What every rank along the stage axis holds when it holds most; the replica with the largest share of a batch.
 
     limits:    bytes that each rank may use, or one number for all; () is no limit
@@ -82,7 +82,7 @@ def fullest(
     """
     sheet = profile.sheet(_samples(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
-    facts = Facts(draft, system, optimizer, place, room)
+    facts = RankMemoryInputs(draft, system, optimizer, place, room)
     edges = (0, *draft.cuts, len(sheet.units))
     found = []
     for rank in range(draft.stage) if ranks is None else ranks:
@@ -92,7 +92,9 @@ def fullest(
         limit = limits if isinstance(limits, int | float) else limits[rank] if limits else 0.0
         firsts = [first for first, _ in spans]
         found.append(
-            _Rank(facts, stages, _twice(profile, sheet, spans), _batch(sheet, draft), firsts).fullest(rank, limit)
+            _RankMoments(facts, stages, _twice(profile, sheet, spans), _batch(sheet, draft), firsts).fullest(
+                rank, limit
+            )
         )
     return tuple(found)
 
@@ -103,13 +105,13 @@ def _samples(draft: Draft) -> int:
     return max(1, math.ceil(draft.batch * share / draft.micro_batches - 1e-9))
 
 
-def _batch(sheet: Sheet, draft: Draft) -> float:
+def _batch(sheet: ModelCosts, draft: Draft) -> float:
     """Bytes of a replica's batch, which every one of its ranks is given, less what the first unit keeps of it."""
     kept = min(sheet.units[0].received, sheet.units[0].saved)
     return max(sheet.given * draft.micro_batches - kept, 0.0)
 
 
-def _twice(profile: Anatomy, sheet: Sheet, spans: Sequence[tuple[int, int]]) -> float:
+def _twice(profile: ProfileLike, sheet: ModelCosts, spans: Sequence[tuple[int, int]]) -> float:
     """Entries that several of these units share: each of them counts a weight that is there once."""
 
     def here(unit: int) -> bool:
@@ -121,7 +123,7 @@ def _twice(profile: Anatomy, sheet: Sheet, spans: Sequence[tuple[int, int]]) -> 
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankMemoryInputs:
     """What a draft and a runtime say about every rank alike."""
 
     draft: Draft
@@ -150,11 +152,11 @@ class Facts:
         """Bytes on the way for each byte of a bucket that is scattered: what leaves, and what arrives."""
         return 2.0 if self.place == "cpu" else 1.0 + 1.0 / self.sharing
 
-    def terms(self, at: int) -> Terms:
+    def terms(self, at: int) -> StageMemoryOptions:
         """For the stage ``at``."""
         draft, travels = self.draft, self.draft.replicate > 1 and self.draft.approximate != "localsgd"
         recompute = bool(draft.recompute) and draft.recompute[at]
-        return Terms(
+        return StageMemoryOptions(
             recompute=self.system.replays if recompute else "",
             gradient=self.system.gradient_bytes(draft.amp),
             ranks=self.sharing,
@@ -165,11 +167,11 @@ class Facts:
         )
 
 
-class _Rank:
+class _RankMoments:
     """What one rank has at every kind of moment."""
 
     def __init__(
-        self, facts: Facts, stages: Sequence[Stage], twice: float, batch: float, firsts: Sequence[int]
+        self, facts: RankMemoryInputs, stages: Sequence[StageMemory], twice: float, batch: float, firsts: Sequence[int]
     ) -> None:
         self._facts, self._stages, self._batch, self._firsts = facts, stages, batch, firsts
         draft, system = facts.draft, facts.system
@@ -190,10 +192,10 @@ class _Rank:
         anchor = self._weights if draft.approximate == "localsgd" and draft.replicate > 1 else 0.0
         return wire + residual + anchor
 
-    def fullest(self, rank: int, limit: float) -> Fullest:
+    def fullest(self, rank: int, limit: float) -> PeakMoment:
         return max(self._moments(rank, limit), key=lambda one: one.memory.total)
 
-    def _moments(self, rank: int, limit: float) -> Iterator[Fullest]:
+    def _moments(self, rank: int, limit: float) -> Iterator[PeakMoment]:
         draft = self._facts.draft
         if draft.stage == 1 and draft.chunks == 1:
             found = one_after_another(draft.micro_batches)
@@ -201,12 +203,12 @@ class _Rank:
             found = moments_of_rank(draft.schedule or "1f1b", draft.stages, draft.stage, draft.micro_batches, rank)
         for moment in found:
             yield self._while(moment, limit)
-        yield Fullest(self._closing(limit), "exchange")
-        yield Fullest(self._update(limit), "update")
+        yield PeakMoment(self._closing(limit), "exchange")
+        yield PeakMoment(self._update(limit), "update")
 
     # ---- the kinds of moments ----
 
-    def _while(self, moment: Moment, limit: float) -> Fullest:
+    def _while(self, moment: ScheduleMoment, limit: float) -> PeakMoment:
         one = self._stages[moment.chunk]
         peak, gradients = self._pass(moment, one)
         others = sum(
@@ -224,9 +226,9 @@ class _Rank:
             transient=peak.total - peak.kept - peak.gradients,
             exchange=sent + self._messages(moment, one),
         )
-        return Fullest(held, "forward" if moment.kind == "F" else "backward", self._firsts[moment.chunk] + peak.at)
+        return PeakMoment(held, "forward" if moment.kind == "F" else "backward", self._firsts[moment.chunk] + peak.at)
 
-    def _pass(self, moment: Moment, one: Stage) -> tuple[Peak, float]:
+    def _pass(self, moment: ScheduleMoment, one: StageMemory) -> tuple[PassPeak, float]:
         """The pass that runs, and the gradients that were there before it."""
         alone = self._facts.passes == 1 and len(self._stages) == 1 and self._facts.draft.stage == 1
         before = self._made(moment)
@@ -240,7 +242,7 @@ class _Rank:
             return one.sent, self._rows()
         return (one.again if moment.made[moment.chunk] else one.first), before
 
-    def _messages(self, moment: Moment, one: Stage) -> float:
+    def _messages(self, moment: ScheduleMoment, one: StageMemory) -> float:
         """Of a pipeline: what is expected while this action runs, what it sends, and gradients that were sent."""
         if self._facts.draft.stage == 1:
             return 0.0
@@ -248,7 +250,7 @@ class _Rank:
         # Forward makes a message; in backward what the last unit handed on has its gradient, and the rest has one too.
         return expected + one.unsaved + max(one.sent_on, one.output) + moment.returned * one.received
 
-    def _closing(self, limit: float) -> Memory:
+    def _closing(self, limit: float) -> PredictedMemory:
         """The end of the last backward: what has not been sent leaves."""
         peaks = [one.closing for one in self._stages]
         if self._facts.passes > 1 and not self._facts.sharing > 1:
@@ -256,7 +258,7 @@ class _Rank:
         total, gradients = (sum(getattr(peak, part) for peak in peaks) for part in ("total", "gradients"))
         return self._memory(limit, gradients=self._rows() + gradients, exchange=total - gradients)
 
-    def _update(self, limit: float) -> Memory:
+    def _update(self, limit: float) -> PredictedMemory:
         facts, share = self._facts, self._facts.sharing
         if facts.place == "cuda":
             transient = FOREACH.get(facts.optimizer, 1.0) * self._gradients / share
@@ -284,7 +286,7 @@ class _Rank:
         """What is there between two steps."""
         return self._gradients / self._facts.sharing
 
-    def _made(self, moment: Moment) -> float:
+    def _made(self, moment: ScheduleMoment) -> float:
         """Where a step has several backward passes: whole gradients of the stages that have had one."""
         width = self._facts.system.gradient_bytes(self._facts.draft.amp)
         made = sum(one.trained for one, is_made in zip(self._stages, moment.made, strict=True) if is_made)
@@ -298,8 +300,8 @@ class _Rank:
         activations: float = 0.0,
         transient: float = 0.0,
         exchange: float = 0.0,
-    ) -> Memory:
-        return Memory(
+    ) -> PredictedMemory:
+        return PredictedMemory(
             parameters=self._weights,
             gradients=gradients,
             optimizer=self._state,

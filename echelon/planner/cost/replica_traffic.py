@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Device, Link
-from echelon.planner.cost.collectives import Group, seconds
+from echelon.planner.cost.collective_costs import CommGroup, seconds
 from echelon.planner.cost.compute import stream_seconds
 from echelon.planner.cost.system import System
 
@@ -19,7 +19,7 @@ ROW = 8  # bytes of an entry that DGC sends: its place and its value
 
 
 @dataclass(frozen=True)
-class Held:
+class StageParameterCounts:
     """What one rank of a stage holds: entries that are trained, and that are not, and the units they are in."""
 
     trained: float
@@ -28,7 +28,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Busy:
+class OverlapWindow:
     """Seconds of computing that an exchange can hide behind: one forward, one backward, the last backward."""
 
     forward: float
@@ -36,7 +36,7 @@ class Busy:
 
 
 @dataclass(frozen=True)
-class Exposed:
+class ExposedTraffic:
     """gradients: after the last backward; passes: for each micro-batch, of gradients and of parameters (by pass);
     parameters: after the update"""
 
@@ -46,34 +46,36 @@ class Exposed:
     parameters: float = 0.0
 
 
-def exposed(draft: Draft, held: Held, busy: Busy, group: Group, device: Device, system: System) -> Exposed:
+def find_exposed_traffic(
+    draft: Draft, held: StageParameterCounts, busy: OverlapWindow, group: CommGroup, device: Device, system: System
+) -> ExposedTraffic:
     """What a stage's replicas wait for each other."""
     if group.ranks == 1:
-        return Exposed()
+        return ExposedTraffic()
     width = system.reduced or system.gradient_bytes(draft.amp)
     size = held.trained * (min(width, WIRE_BYTES) if draft.wire else width)
     if draft.approximate == "dgc":
-        return Exposed(gradients=_compressed(held, group, device))
+        return ExposedTraffic(gradients=_compressed(held, group, device))
     if draft.approximate == "localsgd":
-        return Exposed(gradients=seconds("all_reduce", size, group) / LOCAL_STEPS)
+        return ExposedTraffic(gradients=seconds("all_reduce", size, group) / LOCAL_STEPS)
     summed, scattered, gathered = (stream_seconds(held.trained * copied, device) for copied in system.copied)
     if draft.shard == 0:
-        return Exposed(gradients=summed + _behind("all_reduce", size, busy.backward, group, system))
+        return ExposedTraffic(gradients=summed + _behind("all_reduce", size, busy.backward, group, system))
     scattering = scattered + _behind("reduce_scatter", size, busy.backward, group, system)
     last, each = (0.0, scattering) if draft.shard >= 2 else (scattering, 0.0)
     if draft.shard < 3:
         whole = held.trained * (system.amp_weights if draft.amp else system.weights)
         parameters = gathered + seconds("all_gather", whole, group)
-        return Exposed(gradients=last, each_backward=each, parameters=parameters)
+        return ExposedTraffic(gradients=last, each_backward=each, parameters=parameters)
     entries = held.trained + held.frozen
     gathering = seconds("all_gather", entries * (system.gathered or system.weights), group)
     hidden = system.prefetch * _link(group).overlap
     gathers = max(0.0, gathering - hidden * busy.forward) + max(0.0, gathering - hidden * busy.backward)
     on_host = 2 * (gathered + held.units * (group.skew + device.engine.get("unit", system.unit)))
-    return Exposed(each_backward=each, each_gather=gathers + on_host)
+    return ExposedTraffic(each_backward=each, each_gather=gathers + on_host)
 
 
-def _behind(kind: str, size: float, backward: float, group: Group, system: System) -> float:
+def _behind(kind: str, size: float, backward: float, group: CommGroup, system: System) -> float:
     """What is left of an exchange in buckets that begins with backward: its last bucket at least."""
     if system.overlap == 0.0:
         return seconds(kind, size, group)
@@ -82,10 +84,10 @@ def _behind(kind: str, size: float, backward: float, group: Group, system: Syste
     return max(one, buckets * one - backward * system.overlap * _link(group).overlap)
 
 
-def _compressed(held: Held, group: Group, device: Device) -> float:
+def _compressed(held: StageParameterCounts, group: CommGroup, device: Device) -> float:
     choosing = held.trained * 4 * TOP_K_PASSES / device.bandwidth
     return choosing + seconds("all_gather", held.trained * KEPT * ROW * group.ranks, group)
 
 
-def _link(group: Group) -> Link:
+def _link(group: CommGroup) -> Link:
     return group.inside if group.hosts == 1 else group.network

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.planner.cluster.cluster import Device
-from echelon.planner.cost.collectives import Group, seconds
+from echelon.planner.cost.collective_costs import CommGroup, seconds
 from echelon.planner.cost.compute import UnitSeconds, stream_seconds, unit_seconds
 from echelon.planner.cost.system import System
-from echelon.planner.model_costs import Anatomy, Message, Sheet, Unit
+from echelon.planner.model_costs import ModelCosts, ModelUnit, ProfileLike, SplitCollective
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Sums:
+class RunningSums:
     """Running sums over units, as rows: entry i is of the first i units."""
 
     rows: Array
@@ -30,14 +30,14 @@ class Sums:
         return np.diff(self.rows[:, list(bounds)], axis=1)
 
 
-def running(values: Sequence[Sequence[float]]) -> Sums:
+def running(values: Sequence[Sequence[float]]) -> RunningSums:
     """``values``: a row for each unit."""
     table = np.array(values, dtype=float).T
-    return Sums(np.concatenate([np.zeros((len(table), 1)), np.cumsum(table, axis=1)], axis=1))
+    return RunningSums(np.concatenate([np.zeros((len(table), 1)), np.cumsum(table, axis=1)], axis=1))
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostSetting:
     """What a sheet's costs depend on besides places: samples (also between whole numbers), parts, numbers' width."""
 
     samples: float
@@ -49,13 +49,13 @@ class Setting:
 class UnitCosts:
     """Everything about units that predictions ask for, computed once."""
 
-    def __init__(self, profile: Anatomy, system: System) -> None:
+    def __init__(self, profile: ProfileLike, system: System) -> None:
         self.profile, self.system = profile, system
-        self._kept: dict[Hashable, Sums] = {}
+        self._kept: dict[Hashable, RunningSums] = {}
         self._units: dict[Hashable, UnitSeconds] = {}
-        self._sheets: dict[tuple[int, int, str | None], Sheet] = {}
+        self._sheets: dict[tuple[int, int, str | None], ModelCosts] = {}
 
-    def sheet(self, samples: int, split: int, amp: str | None) -> Sheet:
+    def sheet(self, samples: int, split: int, amp: str | None) -> ModelCosts:
         key = samples, split, amp
         if key not in self._sheets:
             self._sheets[key] = self.profile.sheet(samples, split, amp)
@@ -65,13 +65,13 @@ class UnitCosts:
         """Keep costs of units where others do, whose devices and system are the same and whose units live as long."""
         self._units = known
 
-    def unit(self, unit: Unit, device: Device, compiled: bool) -> UnitSeconds:
+    def unit(self, unit: ModelUnit, device: Device, compiled: bool) -> UnitSeconds:
         key = id(unit), device.name, compiled  # sheets are kept, and with them the units
         if key not in self._units:
             self._units[key] = unit_seconds(unit, device, self.system, compiled)
         return self._units[key]
 
-    def computing(self, setting: Setting, device: Device, group: Group) -> Sums:
+    def computing(self, setting: CostSetting, device: Device, group: CommGroup) -> RunningSums:
         """Rows: forward, backward, for weights, forward and backward on the host, replayed, replayed on the host.
 
         A host that runs ahead within a unit only takes as long as the device and the messages in ``group`` at least.
@@ -81,35 +81,35 @@ class UnitCosts:
             "computing", setting, where, lambda sheet: self._computing(sheet, setting, device, group)
         )
 
-    def messages(self, setting: Setting, group: Group) -> Sums:
+    def messages(self, setting: CostSetting, group: CommGroup) -> RunningSums:
         """Rows: seconds inside layers, exposed, in forward, backward and replay."""
         return self._between_samples("messages", setting, group, lambda sheet: self._messages(sheet, group))
 
-    def message_counts(self, setting: Setting) -> Sums:
+    def message_counts(self, setting: CostSetting) -> RunningSums:
         """Rows: how many there are inside layers in forward, backward and replay."""
 
-        def of(sheet: Sheet) -> Sums:
+        def of(sheet: ModelCosts) -> RunningSums:
             ways = [[sum(m.count for m in way.messages) for way in (u.forward, u.backward)] for u in sheet.units]
             return running([(there, back, there) for there, back in ways])
 
         return self._between_samples("message counts", setting, None, of)
 
-    def statistics(self, setting: Setting, group: Group) -> Sums:
+    def statistics(self, setting: CostSetting, group: CommGroup) -> RunningSums:
         """Rows: seconds for batch norm's statistics in forward and backward."""
         return self._between_samples("statistics", setting, group, lambda sheet: _statistics(sheet, group))
 
-    def sizes(self, setting: Setting) -> Sums:
+    def sizes(self, setting: CostSetting) -> RunningSums:
         """Rows: entries that are trained, entries that are not, bytes of weights, units that have any."""
         return self._between_samples("sizes", setting, None, _sizes)
 
-    def tied(self, setting: Setting) -> tuple[float, ...]:
+    def tied(self, setting: CostSetting) -> tuple[float, ...]:
         """Entries that units share, for each group of them."""
         return self.sheet(_below(setting), setting.split, setting.amp).tied
 
-    def adding(self, setting: Setting, device: Device) -> Sums:
+    def adding(self, setting: CostSetting, device: Device) -> RunningSums:
         """Rows: seconds to add gradients to those of earlier micro-batches, and of the host to start that."""
 
-        def of(sheet: Sheet) -> Sums:
+        def of(sheet: ModelCosts) -> RunningSums:
             return running(
                 [
                     (
@@ -122,14 +122,16 @@ class UnitCosts:
 
         return self._between_samples("adding", setting, device.name, of)
 
-    def received(self, setting: Setting) -> Array:
+    def received(self, setting: CostSetting) -> Array:
         """Bytes that come into each unit."""
         sums = self._between_samples(
             "received", setting, None, lambda s: running([(unit.received,) for unit in s.units])
         )
         return np.diff(sums.rows[0])
 
-    def _between_samples(self, what: str, setting: Setting, where: Hashable, compute: Callable[[Sheet], Sums]) -> Sums:
+    def _between_samples(
+        self, what: str, setting: CostSetting, where: Hashable, compute: Callable[[ModelCosts], RunningSums]
+    ) -> RunningSums:
         key = what, setting, where
         if key not in self._kept:
             below = _below(setting)
@@ -137,11 +139,11 @@ class UnitCosts:
             low = compute(self.sheet(below, setting.split, setting.amp))
             if part > 1e-9:
                 high = compute(self.sheet(below + 1, setting.split, setting.amp))
-                low = Sums((1 - part) * low.rows + part * high.rows)
+                low = RunningSums((1 - part) * low.rows + part * high.rows)
             self._kept[key] = low
         return self._kept[key]
 
-    def _computing(self, sheet: Sheet, setting: Setting, device: Device, group: Group) -> Sums:
+    def _computing(self, sheet: ModelCosts, setting: CostSetting, device: Device, group: CommGroup) -> RunningSums:
         times = _occurrences(sheet)
         rows: dict[int, tuple[float, ...]] = {}
         for unit in sheet.units:
@@ -169,7 +171,7 @@ class UnitCosts:
         """Part of a unit's forward that recompute runs again; ``times``: how often the model has such a unit."""
         return self.system.replayed if self.system.replays == "units" or times > 1 else 0.0
 
-    def _messages(self, sheet: Sheet, group: Group) -> Sums:
+    def _messages(self, sheet: ModelCosts, group: CommGroup) -> RunningSums:
         times = _occurrences(sheet)
         rows: dict[int, tuple[float, float, float]] = {}
         for unit in sheet.units:
@@ -178,7 +180,7 @@ class UnitCosts:
                 rows[id(unit)] = there, back, self._replayed(times[id(unit)]) * there
         return running([rows[id(unit)] for unit in sheet.units])
 
-    def _exposed(self, unit: Unit, group: Group) -> tuple[float, float]:
+    def _exposed(self, unit: ModelUnit, group: CommGroup) -> tuple[float, float]:
         """Seconds of messages inside the unit that nothing hides, in forward and backward."""
         part = 1.0 - self.system.hides_split
         there = sum(message_seconds(message, group) for message in unit.forward.messages)
@@ -186,23 +188,23 @@ class UnitCosts:
         return part * there, part * back
 
 
-def _below(setting: Setting) -> int:
+def _below(setting: CostSetting) -> int:
     return max(1, math.floor(setting.samples))
 
 
-def _occurrences(sheet: Sheet) -> Counter[int]:
+def _occurrences(sheet: ModelCosts) -> Counter[int]:
     """How often the model has each unit, by identity."""
     return Counter(map(id, sheet.units))
 
 
-def message_seconds(message: Message, group: Group) -> float:
+def message_seconds(message: SplitCollective, group: CommGroup) -> float:
     return message.count * (group.skew + seconds(message.kind, message.bytes, group))
 
 
-def _statistics(sheet: Sheet, group: Group) -> Sums:
+def _statistics(sheet: ModelCosts, group: CommGroup) -> RunningSums:
     """Every normalization layer exchanges its own: gathered in forward, summed in backward."""
 
-    def of(unit: Unit) -> tuple[float, float]:
+    def of(unit: ModelUnit) -> tuple[float, float]:
         if not unit.norm_statistics or group.ranks == 1:
             return 0.0, 0.0
         layers = max(1, sum(k.count for k in unit.forward.kernels if k.kind in ("normalization", "batch_norm")))
@@ -213,7 +215,7 @@ def _statistics(sheet: Sheet, group: Group) -> Sums:
     return running([of(unit) for unit in sheet.units])
 
 
-def _sizes(sheet: Sheet) -> Sums:
+def _sizes(sheet: ModelCosts) -> RunningSums:
     return running(
         [(unit.trained, unit.weights - unit.trained, unit.weight_bytes, unit.weights > 0) for unit in sheet.units]
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.planner.model_costs import Sheet, Unit
+from echelon.planner.model_costs import ModelCosts, ModelUnit
 
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -22,7 +22,7 @@ UNDER_WAY = 2  # buckets of a shard that are summed at one time, see parallel.sh
 
 
 @dataclass(frozen=True)
-class Terms:
+class StageMemoryOptions:
     """What of a draft and a runtime matters inside a stage.
 
     recompute: "" (nothing), "units" or "repeated": which units keep only what they receive
@@ -44,7 +44,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PassPeak:
     """The fullest moment of a pass: all of it, and of that what is kept for backward and what gradients take.
 
     at: the unit in which it lies, counted from the stage's first
@@ -57,7 +57,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageMemory:
     """One stage. What is held always, and its passes for one micro-batch.
 
     trained:  entries of its weights; largest: bytes of the largest gradient
@@ -85,19 +85,19 @@ class Stage:
     unsaved: float
     output: float
     sent_on: float
-    forward: Peak
-    first: Peak
-    again: Peak
-    sent: Peak
-    partly: Peak
-    weights: Peak
-    closing: Peak
+    forward: PassPeak
+    first: PassPeak
+    again: PassPeak
+    sent: PassPeak
+    partly: PassPeak
+    weights: PassPeak
+    closing: PassPeak
 
 
-class Columns:
+class UnitColumns:
     """A sheet's units as rows of numbers."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: ModelCosts) -> None:
         units = sheet.units
         self.count = len(units)
         self.trained = _row(units, "trained")
@@ -129,7 +129,7 @@ class Columns:
         return np.where(ends, apart, self.weight_bytes)
 
 
-def _row(units: tuple[Unit, ...], name: str) -> Row:
+def _row(units: tuple[ModelUnit, ...], name: str) -> Row:
     return np.array([getattr(unit, name) for unit in units], dtype=np.float64)
 
 
@@ -138,27 +138,27 @@ def _or(row: Row, other: Row) -> Row:
     return row if row.any() else other
 
 
-def _put_off(unit: Unit) -> float:
+def _put_off(unit: ModelUnit) -> float:
     """From the kernels that make gradients of weights: what they read."""
     read = sum(kernel.bytes * kernel.count for kernel in unit.backward.kernels if kernel.for_weights)
     return float(max(0.0, min(read - 4 * unit.trained, unit.saved + unit.output)))
 
 
-def _convolves(unit: Unit) -> bool:
+def _convolves(unit: ModelUnit) -> bool:
     return any(kernel.kind == "convolution" for kernel in unit.backward.kernels)
 
 
 @functools.lru_cache(maxsize=512)
-def columns(sheet: Sheet) -> Columns:
-    return Columns(sheet)
+def columns(sheet: ModelCosts) -> UnitColumns:
+    return UnitColumns(sheet)
 
 
 @functools.lru_cache(maxsize=65536)
-def stage(sheet: Sheet, first: int, end: int, terms: Terms) -> Stage:
+def stage(sheet: ModelCosts, first: int, end: int, terms: StageMemoryOptions) -> StageMemory:
     """Units ``first`` to ``end`` of the sheet as one stage."""
     rows, at = columns(sheet), slice(first, end)
     passes = _Passes(rows, first, end, terms)
-    return Stage(
+    return StageMemory(
         trained=float(rows.trained[at].sum()),
         weight_bytes=float(rows.weight_bytes[at].sum()),
         buffers=float(rows.buffers[at].sum()),
@@ -182,7 +182,7 @@ def stage(sheet: Sheet, first: int, end: int, terms: Terms) -> Stage:
 class _Passes:
     """The units of a stage, one entry each, and the fullest moments of passes over them."""
 
-    def __init__(self, rows: Columns, first: int, end: int, terms: Terms) -> None:
+    def __init__(self, rows: UnitColumns, first: int, end: int, terms: StageMemoryOptions) -> None:
         self._rows, self._terms, self._at = rows, terms, slice(first, end)
         self._replayed = _replayed(rows, self._at, terms)
         self.gradients = rows.trained[self._at] * terms.gradient
@@ -202,25 +202,25 @@ class _Passes:
     def _chosen(self, again: Row, plain: Row) -> Row:
         return np.where(self._replayed, again[self._at], plain[self._at])
 
-    def forward(self) -> Peak:
+    def forward(self) -> PassPeak:
         rows = self._rows
         copies = np.where(self._replayed & self._terms.casts, rows.casts[self._at], 0.0)  # else they are kept anyway
         entered = self._before + np.cumsum(copies) - copies + rows.entering[self._at] + self._gathered[0]
         return _fullest(entered + self._chosen(rows.forward_again, rows.forward), self._before)
 
-    def first(self) -> Peak:
+    def first(self) -> PassPeak:
         return self._fullest(self._whole, self._after)
 
-    def again(self) -> Peak:
+    def again(self) -> PassPeak:
         totals = self._entered + np.minimum(self._whole, self._backward + self.largest)
         return _fullest(totals, self._before + self.kept)
 
-    def sent(self) -> Peak:
+    def sent(self) -> PassPeak:
         room = self._terms.bucket + self.largest
         own = np.minimum(self._whole, self._backward + room) if self._terms.bucket else self._whole
         return self._fullest(own, _in_buckets(self._after, self._terms))
 
-    def partly(self) -> Peak:
+    def partly(self) -> PassPeak:
         waiting = self.put_off.sum() - np.cumsum(self.put_off)
         return _fullest(self._entered + self._backward + waiting, self._before + self.kept)
 
@@ -229,12 +229,12 @@ class _Passes:
         copies = np.where(self._rows.convolves[self._at], self.largest, 0.0)
         return self.largest + np.minimum(self.largest, self.gradients - self.largest) + copies
 
-    def _fullest(self, own: Row, made: Row) -> Peak:
+    def _fullest(self, own: Row, made: Row) -> PassPeak:
         """``own``: each unit's peak with its gradients; ``made``: those that are there when it is entered."""
         return _fullest(self._entered + own + made, self._before + self.kept, made + (own - self._backward))
 
 
-def _putting_off_no_more(put_off: Row, beside: Row, glue: bool) -> Peak:
+def _putting_off_no_more(put_off: Row, beside: Row, glue: bool) -> PassPeak:
     """W, from the last unit to the first: what still waits, and what is beside it for a moment.
 
     The glue before the first unit (an embedding) comes when nothing waits any more.
@@ -246,29 +246,29 @@ def _putting_off_no_more(put_off: Row, beside: Row, glue: bool) -> Peak:
     return _fullest(totals, waiting)
 
 
-def _incoming(rows: Columns, first: int, end: int) -> float:
+def _incoming(rows: UnitColumns, first: int, end: int) -> float:
     """What other stages send; what only passes a stage by goes straight to where it is needed."""
     return float(min(rows.crossing[first], rows.received[first:end].sum())) if first else 0.0
 
 
-def _outgoing(rows: Columns, first: int, end: int) -> float:
+def _outgoing(rows: UnitColumns, first: int, end: int) -> float:
     if end == rows.count:
         return 0.0
     return float(max(rows.output[end - 1], rows.crossing[end] - rows.crossing[first]))
 
 
-def _replayed(rows: Columns, at: slice, terms: Terms) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _replayed(rows: UnitColumns, at: slice, terms: StageMemoryOptions) -> np.ndarray[Any, np.dtype[np.bool_]]:
     if terms.recompute == "repeated":
         return np.asarray(rows.repeated[at])
     return np.full(len(rows.saved[at]), bool(terms.recompute))
 
 
-def _fullest(totals: Row, kept: Row, gradients: Row | None = None) -> Peak:
+def _fullest(totals: Row, kept: Row, gradients: Row | None = None) -> PassPeak:
     at = int(totals.argmax())
-    return Peak(float(totals[at]), float(kept[at]), 0.0 if gradients is None else float(gradients[at]), at)
+    return PassPeak(float(totals[at]), float(kept[at]), 0.0 if gradients is None else float(gradients[at]), at)
 
 
-def _whole_weights(rows: Columns, first: int, end: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _whole_weights(rows: UnitColumns, first: int, end: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Under shard 3, in forward and in backward of each unit: its weights, and those of the next that are coming.
 
     The loss, where the last unit has its peak, needs none.
@@ -282,13 +282,13 @@ def _whole_weights(rows: Columns, first: int, end: int) -> np.ndarray[Any, np.dt
 # ---- gradients that leave while backward runs ----
 
 
-def _gone(made: Row | float, terms: Terms) -> Any:
+def _gone(made: Row | float, terms: StageMemoryOptions) -> Any:
     """Of so many bytes of gradients, those whose buckets are full."""
     full = FIRST_BUCKET + np.floor(np.maximum(np.asarray(made) - FIRST_BUCKET, 0.0) / terms.bucket) * terms.bucket
     return np.where(np.asarray(made) < FIRST_BUCKET, 0.0, full)
 
 
-def _in_buckets(after: Row, terms: Terms) -> Row:
+def _in_buckets(after: Row, terms: StageMemoryOptions) -> Row:
     """When backward enters each unit: gradients that wait for their bucket to fill, messages, and shards' own."""
     if not terms.bucket:
         return after
@@ -298,11 +298,11 @@ def _in_buckets(after: Row, terms: Terms) -> Row:
     return np.asarray(after - gone + terms.messages * under_way + arrived)
 
 
-def _closing(made: float, terms: Terms) -> Peak:
+def _closing(made: float, terms: StageMemoryOptions) -> PassPeak:
     if not terms.bucket:
-        return Peak(made, 0.0, made)
+        return PassPeak(made, 0.0, made)
     gone = float(_gone(max(made - 1.0, 0.0), terms))
     left = made - gone
     under_way = min(gone, UNDER_WAY * terms.bucket)
     arrived = (gone - under_way) / terms.ranks if terms.level else 0.0
-    return Peak(left + terms.messages * (left + under_way) + arrived, 0.0, left + arrived)
+    return PassPeak(left + terms.messages * (left + under_way) + arrived, 0.0, left + arrived)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.parallel.data.compressor import kept as entries_left
+from echelon.parallel.data.compressor import count_sent_entries as entries_left
 from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, ParameterServer, Shard
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ RESIDUAL = 8  # DGC keeps a momentum and a residual of each entry, both fp32
 
 
 @dataclass(frozen=True)
-class Size:
+class ParameterSize:
     """One trained parameter: how many entries, and the bytes of each."""
 
     numel: int
@@ -34,7 +34,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankCounts:
     ranks: int
     ranks_per_host: int
 
@@ -43,13 +43,15 @@ class Job:
         return self.ranks // self.ranks_per_host
 
 
-def all_reduced(sizes: Sequence[Size], ranks: int, wire: bool = False) -> float:
+def all_reduced(sizes: Sequence[ParameterSize], ranks: int, wire: bool = False) -> float:
     """Sent by each rank to sum tensors over all; ``wire``: in 16 bits."""
     total = sum(size.numel * min(size.width, 2 if wire else size.width) for size in sizes)
     return 2 * (ranks - 1) / ranks * total
 
 
-def sent(strategy: Strategy, sizes: Sequence[Size], job: Job, frozen: float = 0.0) -> Iterator[tuple[str, float]]:
+def sent_bytes_per_step(
+    strategy: Strategy, sizes: Sequence[ParameterSize], job: RankCounts, frozen: float = 0.0
+) -> Iterator[tuple[str, float]]:
     """What each rank sends, in bytes a step; an average where it is not the same in every step.
 
     frozen: bytes of parameters that are not trained
@@ -88,7 +90,7 @@ def _sharded(shard: Shard, half: float, frozen: float, merge: int) -> Iterator[t
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelStateBytes:
     """What a rank holds between two steps, in bytes; ``state``: each tensor of optimizer state that a weight has."""
 
     parameters: float
@@ -96,15 +98,15 @@ class Held:
     state: float
 
 
-def held(level: int, trained: float, frozen: float, ranks: int, merge: int) -> Held:
+def model_state_bytes(level: int, trained: float, frozen: float, ranks: int, merge: int) -> ModelStateBytes:
     """Level 0 is without sharding. Without merging, level 1 lets whole gradients go while backward runs, as 2 does."""
     part = trained / ranks
     keeps_gradients = level == 0 or (level == 1 and merge > 1)
     parameters = (trained + frozen) / (ranks if level == WHOLE_LAYER else 1)
-    return Held(parameters, trained if keeps_gradients else part, part if level else trained)
+    return ModelStateBytes(parameters, trained if keeps_gradients else part, part if level else trained)
 
 
-def _compressed(dgc: Dgc, large: Sequence[Size], job: Job, wire: bool) -> Iterator[tuple[str, float]]:
+def _compressed(dgc: Dgc, large: Sequence[ParameterSize], job: RankCounts, wire: bool) -> Iterator[tuple[str, float]]:
     position = 4 if sum(size.numel for size in large) < 2**31 else 8
     rows = sum(entries_left(size.numel, dgc.sparsity[-1]) for size in large) * (position + (2 if wire else 4))
     if not dgc.hierarchical:
@@ -114,7 +116,9 @@ def _compressed(dgc: Dgc, large: Sequence[Size], job: Job, wire: bool) -> Iterat
     yield "largest entries between hosts, by one rank a host", rows * (job.hosts - 1)
 
 
-def kept(strategy: Strategy, sizes: Sequence[Size], job: Job) -> Iterator[tuple[str, str, float]]:
+def added_memory(
+    strategy: Strategy, sizes: Sequence[ParameterSize], job: RankCounts
+) -> Iterator[tuple[str, str, float]]:
     """Memory that strategies add: whose, what for, how many bytes."""
     local, dgc = local_steps(strategy), strategy.part(Dgc)
     weights, numbers = sum(size.bytes for size in sizes), sum(size.numel for size in sizes)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory
+from echelon.plan.prediction import PredictedMemory
 from echelon.planner.cluster.cluster import Device
-from echelon.planner.cost.predict import Costs
-from echelon.planner.cost.stage_costs import Setting
-from echelon.planner.plan_search.answer import Choice
-from echelon.planner.plan_search.partition import Room, Sums, cut, sums
-from echelon.planner.plan_search.shapes import Flags, Shape
+from echelon.planner.cost.predict import CostModel
+from echelon.planner.cost.stage_costs import CostSetting
+from echelon.planner.plan_search.plan_shapes import Flags, PlanShape
+from echelon.planner.plan_search.search_result import PlanChoice
 from echelon.planner.plan_search.shares import share_out
+from echelon.planner.plan_search.stage_partition import StageMemoryLimits, Sums, cut, sums
 
 FOLLOWING = ("cuts", "recompute", "shares", "widths", "order")  #: what follows from a shape, unless it is given
 
@@ -32,21 +32,21 @@ ROUNDING = 1e-6  # part of a limit that is left free, so that sums in another or
 
 
 @dataclass(frozen=True)
-class Attempt:
+class DraftAttempt:
     """A draft whose time is known and whose memory is not; ``rounds``: how often it was cut anew to fit."""
 
-    shape: Shape
-    timed: Choice
+    shape: PlanShape
+    timed: PlanChoice
     rounds: int = 0
 
 
-class Tailor:
+class DraftBuilder:
     """Makes drafts of one model for one batch. Counts them; of those that do not fit, keeps the one that lacks least.
 
     fixed: fields of a Draft that are given
     """
 
-    def __init__(self, costs: Costs, batch: int, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, costs: CostModel, batch: int, fixed: Mapping[str, Any] | None = None) -> None:
         self.costs, self.batch = costs, batch
         self.fixed = {name: value for name, value in (fixed or {}).items() if name in FOLLOWING}
         self.made = self.checks = 0
@@ -59,7 +59,7 @@ class Tailor:
 
     # ---- what fits ----
 
-    def fitting(self, shape: Shape) -> list[Choice]:
+    def fitting(self, shape: PlanShape) -> list[PlanChoice]:
         """All of this shape that fit: without recomputing; or, where that does not fit, with as little as will do."""
         found, waiting = [], [self.first(shape)]
         while waiting:
@@ -71,19 +71,21 @@ class Tailor:
                 waiting += self.instead(attempt)
         return found
 
-    def first(self, shape: Shape) -> Attempt:
+    def first(self, shape: PlanShape) -> DraftAttempt:
         """What to try before all else: nothing recomputed, stages even."""
         return self.attempt(shape, self.fixed.get("recompute", ()))
 
-    def attempt(self, shape: Shape, flags: Flags, cuts: tuple[int, ...] | None = None, rounds: int = 0) -> Attempt:
+    def attempt(
+        self, shape: PlanShape, flags: Flags, cuts: tuple[int, ...] | None = None, rounds: int = 0
+    ) -> DraftAttempt:
         """Timed, memory not looked at."""
         draft = self._drafted(shape, flags)
         if cuts is not None:
             draft = draft.replaced(cuts=cuts)
         self.made += 1
-        return Attempt(shape, Choice(draft, self.costs.predict(draft, simulate=False, memory=False)), rounds)
+        return DraftAttempt(shape, PlanChoice(draft, self.costs.predict(draft, simulate=False, memory=False)), rounds)
 
-    def checked(self, attempt: Attempt) -> Choice | None:
+    def checked(self, attempt: DraftAttempt) -> PlanChoice | None:
         """With what every rank holds; None where it does not fit."""
         held = self.glance(attempt.timed.draft)
         if not all(memory.fits for memory in held):
@@ -92,7 +94,7 @@ class Tailor:
         choice = self._with_memory(attempt.timed)
         return choice if choice.prediction.fits else None
 
-    def instead(self, attempt: Attempt) -> list[Attempt]:
+    def instead(self, attempt: DraftAttempt) -> list[DraftAttempt]:
         """Where that does not fit: other cuts; and recomputing, everywhere or in the stages that are too full."""
         shape, flags = attempt.shape, attempt.timed.draft.recompute
         few = shape.mesh.stage <= FEW_STAGES
@@ -111,26 +113,26 @@ class Tailor:
                 tried.append(self.attempt(shape, more))
         return tried
 
-    def glance(self, draft: Draft) -> tuple[Memory, ...]:
+    def glance(self, draft: Draft) -> tuple[PredictedMemory, ...]:
         """What some ranks hold: the first, one in the middle, the last; of a short pipeline all."""
         ranks = range(draft.stage) if draft.stage <= FEW_STAGES else (0, draft.stage // 2, draft.stage - 1)
         self.checks += 1
         return self.costs.memory(draft, self.costs.placement(draft), ranks)
 
-    def _note_lack(self, draft: Draft, held: Sequence[Memory]) -> None:
+    def _note_lack(self, draft: Draft, held: Sequence[PredictedMemory]) -> None:
         """Keep the draft that lacks least, among those that were only glanced at."""
         lacking = max(memory.total / memory.limit for memory in held)
         if self.nearest is None or lacking < self.nearest[0]:
             self.nearest = (lacking, draft)
 
-    def _recut(self, attempt: Attempt, choice: Choice) -> Iterator[Attempt]:
+    def _recut(self, attempt: DraftAttempt, choice: PlanChoice) -> Iterator[DraftAttempt]:
         """Units go from stages that are too full to others."""
         if attempt.shape.stages > 1 and attempt.rounds < MOST_RECUTS and "cuts" not in self.fixed:
             cuts = self._cut_within(attempt.shape, choice)
             if cuts is not None and cuts != choice.draft.cuts:
                 yield self.attempt(attempt.shape, choice.draft.recompute, cuts, attempt.rounds + 1)
 
-    def draft(self, shape: Shape, flags: Flags) -> Choice:
+    def draft(self, shape: PlanShape, flags: Flags) -> PlanChoice:
         """With these stages recomputed, cut so that all fit; where they cannot, what lacks least."""
         attempt = self.attempt(shape, flags)
         best = choice = self._with_memory(attempt.timed)
@@ -142,7 +144,7 @@ class Tailor:
             best = min(best, choice, key=lack)
         return best
 
-    def may_fit(self, shape: Shape) -> bool:
+    def may_fit(self, shape: PlanShape) -> bool:
         """Whether it would with everything recomputed and cut well: whether stages hold no more than they may on the
         whole, or in a long pipeline, whether one in the middle does."""
         draft = self._drafted(shape, self.fixed.get("recompute", (True,) * shape.stages))
@@ -154,21 +156,21 @@ class Tailor:
             self._note_lack(draft, held)
         return part <= 1
 
-    def predicted(self, draft: Draft) -> Choice:
+    def predicted(self, draft: Draft) -> PlanChoice:
         """Time and memory of any draft."""
         self.made += 1
-        return self._with_memory(Choice(draft, self.costs.predict(draft, simulate=False, memory=False)))
+        return self._with_memory(PlanChoice(draft, self.costs.predict(draft, simulate=False, memory=False)))
 
-    def _with_memory(self, timed: Choice) -> Choice:
+    def _with_memory(self, timed: PlanChoice) -> PlanChoice:
         memory = self.costs.memory(timed.draft, self.costs.placement(timed.draft))
-        choice = Choice(timed.draft, dataclasses.replace(timed.prediction, memory=memory))
+        choice = PlanChoice(timed.draft, dataclasses.replace(timed.prediction, memory=memory))
         if not choice.prediction.fits and (self.nearest is None or lack(choice) < self.nearest[0]):
             self.nearest = (lack(choice), choice.draft)
         return choice
 
     # ---- drafts ----
 
-    def _drafted(self, shape: Shape, flags: Flags) -> Draft:
+    def _drafted(self, shape: PlanShape, flags: Flags) -> Draft:
         """Cut by time alone."""
         mesh = shape.mesh
         made = Draft(
@@ -194,14 +196,14 @@ class Tailor:
 
     # ---- cutting ----
 
-    def samples(self, shape: Shape) -> int:
+    def samples(self, shape: PlanShape) -> int:
         """Of a micro-batch on most replicas."""
         return max(1, round(self.batch / shape.mesh.replicate / shape.micro_batches))
 
-    def _setting(self, shape: Shape) -> Setting:
-        return Setting(self.samples(shape), shape.mesh.split, shape.amp)
+    def _setting(self, shape: PlanShape) -> CostSetting:
+        return CostSetting(self.samples(shape), shape.mesh.split, shape.amp)
 
-    def _unit_seconds(self, name: str, setting: Setting, recompute: bool) -> Sums:
+    def _unit_seconds(self, name: str, setting: CostSetting, recompute: bool) -> Sums:
         """Sums over units of one micro-batch's time on a device of this name."""
         costs = self.costs.unit_seconds(int(setting.samples), setting.split, setting.amp, self._kinds[name])
         passes = [(max(cost.forward, cost.forward_host), max(cost.backward, cost.backward_host)) for cost in costs]
@@ -213,34 +215,36 @@ class Tailor:
             ]
         )
 
-    def _messages(self, setting: Setting) -> list[tuple[float, float]]:
+    def _messages(self, setting: CostSetting) -> list[tuple[float, float]]:
         """Of every unit, forward and backward, where a split is on neighbouring devices."""
         group = self.costs.placement(Draft(batch=self.batch, split=setting.split)).split
         rows = self.costs.units.messages(setting, group).rows
         forward, backward = np.diff(rows[:2], axis=1).tolist()
         return list(zip(forward, backward, strict=True))
 
-    def micro_batch_seconds(self, shape: Shape, device: Device) -> Sums:
+    def micro_batch_seconds(self, shape: PlanShape, device: Device) -> Sums:
         """Without recompute: no way of cutting takes less."""
         return self._seconds(device.name, self._setting(shape), False)
 
-    def least_seconds(self, shape: Shape, device: Device) -> float:
+    def least_seconds(self, shape: PlanShape, device: Device) -> float:
         """For a sample through the whole model: that of micro-batches of the next power of two, which take no longer.
         So few sizes are profiled for what may never be looked at."""
         samples = 1 << (self.samples(shape) - 1).bit_length()
-        setting = Setting(samples, shape.mesh.split, shape.amp)
+        setting = CostSetting(samples, shape.mesh.split, shape.amp)
         return self._seconds(device.name, setting, False)[-1] / samples
 
-    def _stage_seconds(self, names: tuple[str, ...], setting: Setting, flags: Flags) -> list[Sums]:
+    def _stage_seconds(self, names: tuple[str, ...], setting: CostSetting, flags: Flags) -> list[Sums]:
         return [self._seconds(names[stage % len(names)], setting, flag) for stage, flag in enumerate(flags)]
 
-    def _find_even_cut(self, names: tuple[str, ...], chunks: int, setting: Setting, flags: Flags) -> tuple[int, ...]:
+    def _find_even_cut(
+        self, names: tuple[str, ...], chunks: int, setting: CostSetting, flags: Flags
+    ) -> tuple[int, ...]:
         flags = flags or (False,) * (len(names) * chunks)
         cuts = cut(self._stage_seconds(names, setting, flags))
         assert cuts is not None, "there are no more stages than units"
         return cuts
 
-    def _cut_within(self, shape: Shape, tried: Choice) -> tuple[int, ...] | None:
+    def _cut_within(self, shape: PlanShape, tried: PlanChoice) -> tuple[int, ...] | None:
         """By time, in the room that stages have, going by what ``tried`` is said to hold."""
         draft = tried.draft
         flags = draft.recompute or (False,) * draft.stages
@@ -251,9 +255,9 @@ class Tailor:
             limits.append((memory.limit * (1 - ROUNDING) - _apart(memory)) / draft.chunks)
         if min(limits) <= 0:
             return None
-        return cut(self._stage_seconds(shape.mesh.names, self._setting(shape), flags), Room(held, limits))
+        return cut(self._stage_seconds(shape.mesh.names, self._setting(shape), flags), StageMemoryLimits(held, limits))
 
-    def _held(self, shape: Shape, tried: Choice, stage: int, recompute: bool) -> Sums:
+    def _held(self, shape: PlanShape, tried: PlanChoice, stage: int, recompute: bool) -> Sums:
         """Sums over units of the bytes that they would take in this stage."""
         draft = tried.draft
         rank = stage % draft.stage
@@ -265,21 +269,21 @@ class Tailor:
         by_byte = memory.activations / (sum(kept[end] - kept[first] for first, end in own) or 1.0)
         return tuple(by_weight * weight + by_byte * byte for weight, byte in zip(weights, kept, strict=True))
 
-    def _weights_of(self, setting: Setting) -> Sums:
+    def _weights_of(self, setting: CostSetting) -> Sums:
         sheet = self.costs.units.sheet(int(setting.samples), setting.split, setting.amp)
         return sums([unit.weights + 1e-9 for unit in sheet.units])  # never none: it is divided by
 
-    def _kept_of(self, setting: Setting, recompute: bool) -> Sums:
+    def _kept_of(self, setting: CostSetting, recompute: bool) -> Sums:
         sheet = self.costs.units.sheet(int(setting.samples), setting.split, setting.amp)
         return sums([(unit.received if recompute else unit.saved) + 1e-9 for unit in sheet.units])
 
     # ---- devices of several kinds ----
 
-    def speed(self, shape: Shape, device: Device) -> float:
+    def speed(self, shape: PlanShape, device: Device) -> float:
         """Samples a second through the whole model."""
         return self.samples(shape) / self.micro_batch_seconds(shape, device)[-1]
 
-    def _shares(self, shape: Shape) -> tuple[float, ...]:
+    def _shares(self, shape: PlanShape) -> tuple[float, ...]:
         """Samples of each replica; () where all have as many."""
         mesh = shape.mesh
         speeds = [speed for count, device in mesh.replicas for speed in [self.speed(shape, device)] * count]
@@ -290,19 +294,19 @@ class Tailor:
         assert shares is not None
         return tuple(map(float, shares))
 
-    def _widths(self, shape: Shape) -> tuple[float, ...]:
+    def _widths(self, shape: PlanShape) -> tuple[float, ...]:
         return tuple(self.speed(shape, device) for device in shape.mesh.parts)
 
 
-def lack(choice: Choice) -> float:
+def lack(choice: PlanChoice) -> float:
     """How many times its memory the fullest device would need."""
     return max((memory.total / memory.limit for memory in choice.prediction.memory if memory.limit), default=0.0)
 
 
-def _held_always(memory: Memory) -> float:
+def _held_always(memory: PredictedMemory) -> float:
     return memory.parameters + memory.gradients + memory.optimizer
 
 
-def _apart(memory: Memory) -> float:
+def _apart(memory: PredictedMemory) -> float:
     """What does not grow with the number of units."""
     return memory.transient + memory.exchange + memory.buffers

@@ -7,26 +7,26 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.cluster.devices import CATALOGUE
-from echelon.planner.plan_search.answer import Choice, Nearest
+from echelon.planner.cluster.device_catalog import CATALOGUE
 from echelon.planner.plan_search.draft_builder import lack
-from echelon.planner.plan_search.neighbours import too_full
+from echelon.planner.plan_search.neighbours import describe_overflow
+from echelon.planner.plan_search.search_result import NearestPlan, PlanChoice
 
 if TYPE_CHECKING:
-    from echelon.planner.plan_search.search import Hunt
+    from echelon.planner.plan_search.search import PlanSearch
 
 MOST_HOSTS = 4096
 
 
-def nearest_plan(hunt: Hunt) -> Nearest | None:
+def nearest_plan(hunt: PlanSearch) -> NearestPlan | None:
     """The plan that lacks least."""
     if hunt.tailor.nearest is None:
         return None
     choice = hunt.tailor.predicted(hunt.tailor.nearest[1])
-    return Nearest(choice.draft, choice.prediction, reason(hunt, choice))
+    return NearestPlan(choice.draft, choice.prediction, reason(hunt, choice))
 
 
-def reason(hunt: Hunt, choice: Choice) -> str:
+def reason(hunt: PlanSearch, choice: PlanChoice) -> str:
     """``stage 0 needs 93 of 80 GB even with recompute, shard 3, split 8: 3 more hosts or H200 would do``."""
     draft = choice.draft
     means = [
@@ -37,11 +37,11 @@ def reason(hunt: Hunt, choice: Choice) -> str:
     ]
     even = ", ".join(word for word in means if word)
     cures = " or ".join(_cures(hunt, choice))
-    line = too_full(choice.prediction) + (f" even with {even}" if even else "")
+    line = describe_overflow(choice.prediction) + (f" even with {even}" if even else "")
     return f"{line}: {cures} would do" if cures else line
 
 
-def _cures(hunt: Hunt, choice: Choice) -> Iterator[str]:
+def _cures(hunt: PlanSearch, choice: PlanChoice) -> Iterator[str]:
     hosts = _more_hosts(hunt)
     if hosts:
         yield f"{hosts} more host{'s' if hosts > 1 else ''}"
@@ -53,7 +53,7 @@ def _cures(hunt: Hunt, choice: Choice) -> Iterator[str]:
         yield f"{lack(choice):.2g} times the memory"
 
 
-def _more_hosts(hunt: Hunt) -> int | None:
+def _more_hosts(hunt: PlanSearch) -> int | None:
     """How many more make it fit: by doubling, then by halving the gap."""
     there = hunt.cluster.host_count
     high = 1
@@ -68,7 +68,7 @@ def _more_hosts(hunt: Hunt) -> int | None:
     return high
 
 
-def _fits_with(hunt: Hunt, hosts: int) -> bool:
+def _fits_with(hunt: PlanSearch, hosts: int) -> bool:
     """Whether the most frugal plan of some mesh fits on so many hosts."""
     other = hunt.elsewhere(more_hosts(hunt.cluster, hosts - hunt.cluster.host_count))
     return any(other.surely_fits(mesh) for mesh in other.largest_meshes())

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echelon.planner.cluster.cluster import Cluster, Device
-from echelon.planner.plan_search.partition import balanced
+from echelon.planner.plan_search.stage_partition import divides_evenly
 
 LARGEST_ORDER = 4096  # places that are listed one by one; above, only meshes that count up
 
 
 @dataclass(frozen=True)
-class Pool:
+class DevicePool:
     """Devices that are alike, by rank, and how many of them share a host."""
 
     device: Device
@@ -32,7 +32,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class CandidateMesh:
     """replicate, stage, split: sizes of the axes
     stages:   the device at each place along the stage axis (of replica 0)
     replicas: how many replicas are on which devices, first to last
@@ -64,16 +64,16 @@ class Mesh:
         return (self.replicate, self.stage, self.split, self.order, self.names, replicas, parts)
 
 
-def find_pools(cluster: Cluster, devices: int | None = None) -> list[Pool]:
+def find_pools(cluster: Cluster, devices: int | None = None) -> list[DevicePool]:
     """Of the first ``devices`` of a cluster, or of all."""
-    found: list[Pool] = []
+    found: list[DevicePool] = []
     first, left = 0, cluster.size if devices is None else min(devices, cluster.size)
     for count, host in cluster.hosts:
         size = len(host.devices)
         for device, places in _alike(host.devices):
             ranks = _ranks(first, count, size, places, left)
             if ranks:
-                found.append(Pool(device, ranks, min(len(places), len(ranks))))
+                found.append(DevicePool(device, ranks, min(len(places), len(ranks))))
         first, left = first + count * size, max(0, left - count * size)
     return found
 
@@ -93,7 +93,7 @@ def _ranks(first: int, hosts: int, size: int, places: list[int], left: int) -> S
 
 
 @dataclass(frozen=True)
-class Bounds:
+class MeshBounds:
     """What limits the axes.
 
     layers:      how many of the units are of the commonest kind, which stages share out evenly
@@ -116,7 +116,7 @@ class Bounds:
         return None if axis not in self.fixed else [self.fixed[axis]] if self.fixed[axis] <= most else []
 
 
-def find_meshes(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
+def find_meshes(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
     """All that are worth a look, each once."""
     found = itertools.chain(_of_one_pool(pools[0], bounds), _of_several(pools, bounds) if len(pools) > 1 else ())
     # A job's ranks are counted from 0 without gaps, so what is left idle are the last devices.
@@ -126,16 +126,16 @@ def find_meshes(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
     return iter({mesh.key: mesh for mesh in usable}.values())
 
 
-def _of_one_pool(pool: Pool, bounds: Bounds) -> Iterator[Mesh]:
+def _of_one_pool(pool: DevicePool, bounds: MeshBounds) -> Iterator[CandidateMesh]:
     for split in _splits(pool.in_host, len(pool), bounds):
         for stage in _stages(len(pool) // split, bounds):
             for replicate in _replicates(len(pool) // (split * stage), bounds):
                 order = () if isinstance(pool.ranks, range) else _listed(pool.ranks[: replicate * stage * split])
                 kinds = ((pool.device,) * stage, ((replicate, pool.device),))
-                yield Mesh(replicate, stage, split, *kinds, order=order)
+                yield CandidateMesh(replicate, stage, split, *kinds, order=order)
 
 
-def _splits(in_host: int, most: int, bounds: Bounds) -> list[int]:
+def _splits(in_host: int, most: int, bounds: MeshBounds) -> list[int]:
     """Ranks of a split are neighbours, so one that divides a host's devices never crosses hosts."""
     most = min(most, bounds.splits)
     if (given := bounds.given("split", most)) is not None:
@@ -145,17 +145,21 @@ def _splits(in_host: int, most: int, bounds: Bounds) -> list[int]:
     return within + [split for split in beyond if split <= most]
 
 
-def _stages(most: int, bounds: Bounds) -> list[int]:
+def _stages(most: int, bounds: MeshBounds) -> list[int]:
     """Numbers of stages of which one less would not do as well, as far as layers are alike."""
     most = min(most, bounds.units)
     if (given := bounds.given("stage", most)) is not None:
         return given
     if bounds.units <= 16:
         return list(range(1, most + 1))
-    return [stage for stage in range(1, most + 1) if balanced(bounds.layers, stage) or balanced(bounds.units, stage)]
+    return [
+        stage
+        for stage in range(1, most + 1)
+        if divides_evenly(bounds.layers, stage) or divides_evenly(bounds.units, stage)
+    ]
 
 
-def _replicates(most: int, bounds: Bounds) -> list[int]:
+def _replicates(most: int, bounds: MeshBounds) -> list[int]:
     """As many as there can be, and halves of that; of those with equal largest shares, the fewest. Of very many devices
     there is no reason to leave most idle."""
     if (given := bounds.given("replicate", most)) is not None:
@@ -175,7 +179,7 @@ def fewest(parts: int, total: int) -> int:
 # ---- devices of several kinds ----
 
 
-def _of_several(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
+def _of_several(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
     size = sum(map(len, pools))
     yield from _replicas_within_pools(pools, bounds)
     if size <= LARGEST_ORDER:
@@ -184,7 +188,7 @@ def _of_several(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
         yield from _splits_over_pools(pools, bounds)
 
 
-def _replicas_within_pools(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
+def _replicas_within_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
     for split in _splits(math.gcd(*(pool.in_host for pool in pools)), min(map(len, pools)), bounds):
         for stage in _stages(min(map(len, pools)) // split, bounds):
             counts = [len(pool) // (stage * split) for pool in pools]
@@ -193,17 +197,17 @@ def _replicas_within_pools(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Me
                 replicas = tuple((count, pool.device) for count, pool in taken)
                 order = _listed(rank for count, pool in taken for rank in pool.ranks[: count * stage * split])
                 weakest = min((pool.device for pool in pools), key=lambda device: device.memory)
-                yield Mesh(sum(counts), stage, split, (weakest,) * stage, replicas, order=order)
+                yield CandidateMesh(sum(counts), stage, split, (weakest,) * stage, replicas, order=order)
 
 
-def _orders(pools: Sequence[Pool]) -> list[tuple[Pool, ...]]:
+def _orders(pools: Sequence[DevicePool]) -> list[tuple[DevicePool, ...]]:
     """Of the pools along a pipeline: the largest memory first; and for few pools every other way too."""
     by_memory = tuple(sorted(pools, key=lambda pool: -pool.device.memory))
     others = itertools.permutations(pools) if len(pools) <= 3 else ()
     return list(dict.fromkeys([by_memory, *others]))
 
 
-def _stages_within_pools(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
+def _stages_within_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
     for split in _splits(math.gcd(*(pool.in_host for pool in pools)), min(map(len, pools)), bounds):
         most = min(bounds.batch, min(map(len, pools)) // split)
         for replicate in bounds.given("replicate", most) or range(1, most + 1):
@@ -212,17 +216,17 @@ def _stages_within_pools(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh
                 stages = [pool.device for count, pool in zip(counts, pools, strict=True) for _ in range(count)]
                 order = _by_stages(pools, counts, replicate, split)
                 replicas = ((replicate, stages[0]),)
-                yield Mesh(replicate, sum(counts), split, tuple(stages), replicas, order=order)
+                yield CandidateMesh(replicate, sum(counts), split, tuple(stages), replicas, order=order)
 
 
-def _by_stages(pools: Sequence[Pool], counts: Sequence[int], replicate: int, split: int) -> tuple[int, ...]:
+def _by_stages(pools: Sequence[DevicePool], counts: Sequence[int], replicate: int, split: int) -> tuple[int, ...]:
     """Ranks by (replica, stage, part), where stage after stage takes ``replicate x split`` ranks of its pool."""
     along = [(pool, at) for pool, count in zip(pools, counts, strict=True) for at in range(count)]
     places = itertools.product(range(replicate), along, range(split))
     return _listed(pool.ranks[(at * replicate + replica) * split + part] for replica, (pool, at), part in places)
 
 
-def _splits_over_pools(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
+def _splits_over_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
     """As many groups as can have whole devices of every pool; each has the same mixture."""
     most = math.gcd(*map(len, pools))
     for groups in (count for count in range(1, most + 1) if most % count == 0):
@@ -243,7 +247,7 @@ def _splits_over_pools(pools: Sequence[Pool], bounds: Bounds) -> Iterator[Mesh]:
                 bounds.given("replicate", groups) or range(bounds.batch + 1)
             ):
                 replicas = ((groups // stage, slowest),)
-                yield Mesh(groups // stage, stage, split, (slowest,) * stage, replicas, parts, order)
+                yield CandidateMesh(groups // stage, stage, split, (slowest,) * stage, replicas, parts, order)
 
 
 def _listed(ranks: Iterable[int]) -> tuple[int, ...]:

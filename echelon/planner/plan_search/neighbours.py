@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from echelon.plan.draft import Draft
-from echelon.plan.prediction import Memory, Prediction
+from echelon.plan.prediction import PredictedMemory, Prediction
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.plan_search.answer import Choice, Rejected
 from echelon.planner.plan_search.draft_builder import lack
-from echelon.planner.plan_search.meshes import Mesh
-from echelon.planner.plan_search.shapes import Shape
+from echelon.planner.plan_search.meshes import CandidateMesh
+from echelon.planner.plan_search.plan_shapes import PlanShape
+from echelon.planner.plan_search.search_result import PlanChoice, RejectedPlan
 from echelon.strategy.annotations.marks import ScheduleName
 
 if TYPE_CHECKING:
-    from echelon.planner.plan_search.search import Hunt
+    from echelon.planner.plan_search.search import PlanSearch
 
 AS_QUICK = 0.005  # part of a step below which a difference is none
 
@@ -27,10 +27,10 @@ class Neighbour:
     """``what`` is decided otherwise; ``tried``: ways to do so, of which the quickest counts."""
 
     what: str
-    tried: Callable[[], Iterable[Choice]]
+    tried: Callable[[], Iterable[PlanChoice]]
 
 
-def neighbours(hunt: Hunt, best: Choice) -> Iterator[Rejected]:
+def neighbours(hunt: PlanSearch, best: PlanChoice) -> Iterator[RejectedPlan]:
     """Those that there are, each once."""
     shape = hunt.shape_of(best.draft)
     seen = {best.draft}
@@ -41,15 +41,15 @@ def neighbours(hunt: Hunt, best: Choice) -> Iterator[Rejected]:
             yield rejected(hunt, best, chosen, neighbour.what)
 
 
-def rejected(hunt: Hunt, best: Choice, other: Choice, what: str) -> Rejected:
+def rejected(hunt: PlanSearch, best: PlanChoice, other: PlanChoice, what: str) -> RejectedPlan:
     if not other.prediction.fits:
-        return Rejected(other.draft, other.prediction, too_full(other.prediction), what)
+        return RejectedPlan(other.draft, other.prediction, describe_overflow(other.prediction), what)
     base, compared = hunt.alike(best, other)
     against = compared.seconds / base.seconds - 1
-    return Rejected(compared.draft, compared.prediction, why(base, compared, hunt.cluster), what, against)
+    return RejectedPlan(compared.draft, compared.prediction, why(base, compared, hunt.cluster), what, against)
 
 
-def _quickest(choices: Iterable[Choice]) -> Choice | None:
+def _quickest(choices: Iterable[PlanChoice]) -> PlanChoice | None:
     """The quickest that fits; where none does, the one that lacks least."""
     ways = list(choices)
     fitting = [choice for choice in ways if choice.prediction.fits]
@@ -59,7 +59,7 @@ def _quickest(choices: Iterable[Choice]) -> Choice | None:
 # ---- along each axis ----
 
 
-def _around(hunt: Hunt, best: Choice, shape: Shape) -> Iterator[Neighbour]:
+def _around(hunt: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[Neighbour]:
     mesh = shape.mesh
     for axis, size in (("split", mesh.split), ("stage", mesh.stage)):
         for other in (size * 2, size // 2):
@@ -84,7 +84,7 @@ def _axis_words(axis: str, size: int) -> str:
     return f"{axis} {size}" if size > 1 else "no split" if axis == "split" else "no pipeline"
 
 
-def _on_axis(hunt: Hunt, shape: Shape, axis: str, size: int) -> Iterator[Choice]:
+def _on_axis(hunt: PlanSearch, shape: PlanShape, axis: str, size: int) -> Iterator[PlanChoice]:
     """The best that was found so; and on meshes that share another axis with the plan's, what is most like it."""
     old = shape.mesh
     yield from (choice for choice in hunt.found if getattr(choice.draft, axis) == size)
@@ -101,7 +101,7 @@ def _on_axis(hunt: Hunt, shape: Shape, axis: str, size: int) -> Iterator[Choice]
             yield from _made(hunt, plain.replaced(micro_batches=count))
 
 
-def _replicas(hunt: Hunt, shape: Shape, replicate: int) -> Iterator[Choice]:
+def _replicas(hunt: PlanSearch, shape: PlanShape, replicate: int) -> Iterator[PlanChoice]:
     """Fewer of them, each as it is."""
     sizes = {"replicate": replicate, "stage": shape.mesh.stage, "split": shape.mesh.split}
     for mesh in hunt.meshes(beyond_host=True, fixed=sizes):
@@ -110,11 +110,11 @@ def _replicas(hunt: Hunt, shape: Shape, replicate: int) -> Iterator[Choice]:
             yield from _made(hunt, shape.replaced(mesh=mesh, shard=shard, micro_batches=count))
 
 
-def _meshes(hunt: Hunt, axis: str, size: int) -> Iterator[Mesh]:
+def _meshes(hunt: PlanSearch, axis: str, size: int) -> Iterator[CandidateMesh]:
     return hunt.meshes(beyond_host=True, fixed={axis: size})
 
 
-def _near(counts: list[int], batch: int, mesh: Mesh, shape: Shape) -> list[int]:
+def _near(counts: list[int], batch: int, mesh: CandidateMesh, shape: PlanShape) -> list[int]:
     """Numbers of micro-batches that leave them about as large as they were, or the plan's number of them."""
     wanted = shape.micro_batches * shape.mesh.replicate / mesh.replicate
     by_size = sorted(counts, key=lambda count: abs(count - wanted))[:2]
@@ -128,14 +128,14 @@ def _beside(counts: list[int], count: int) -> list[int]:
     return below[-1:] + above[:1]
 
 
-def _other_schedules(hunt: Hunt, shape: Shape) -> list[tuple[ScheduleName | None, int]]:
+def _other_schedules(hunt: PlanSearch, shape: PlanShape) -> list[tuple[ScheduleName | None, int]]:
     """Of those with several stages a rank, the one that is nearest."""
     found = [pair for pair in hunt.means.schedules(shape.mesh) if pair != (shape.schedule, shape.chunks)]
     several = sorted((pair for pair in found if pair[1] > 1), key=lambda pair: abs(pair[1] - shape.chunks))[:1]
     return [pair for pair in found if pair[1] == 1] + list(several)
 
 
-def _recomputing(hunt: Hunt, best: Choice, shape: Shape) -> Iterator[Neighbour]:
+def _recomputing(hunt: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[Neighbour]:
     if "recompute" in hunt.fixed:
         return
     if any(best.draft.recompute):
@@ -144,7 +144,7 @@ def _recomputing(hunt: Hunt, best: Choice, shape: Shape) -> Iterator[Neighbour]:
         yield Neighbour("recompute everywhere", lambda: [hunt.tailor.draft(shape, (True,) * shape.stages)])
 
 
-def _sharding(hunt: Hunt, shape: Shape) -> Iterator[Neighbour]:
+def _sharding(hunt: PlanSearch, shape: PlanShape) -> Iterator[Neighbour]:
     levels = [exchange["shard"] for exchange in hunt.means.exchanges(shape) if not exchange["wire"]]
     for level in _beside(sorted(set(levels)), shape.shard):
         words = f"shard {level}" if level else "no shard"
@@ -152,7 +152,7 @@ def _sharding(hunt: Hunt, shape: Shape) -> Iterator[Neighbour]:
         yield Neighbour(words, partial(_made, hunt, changed))
 
 
-def _made(hunt: Hunt, shape: Shape) -> list[Choice]:
+def _made(hunt: PlanSearch, shape: PlanShape) -> list[PlanChoice]:
     """What fits of this shape, or what would be with everything recomputed."""
     return hunt.tailor.fitting(shape) or [hunt.tailor.draft(shape, hunt.fixed.get("recompute", (True,) * shape.stages))]
 
@@ -160,7 +160,7 @@ def _made(hunt: Hunt, shape: Shape) -> list[Choice]:
 # ---- in words ----
 
 
-def too_full(prediction: Prediction) -> str:
+def describe_overflow(prediction: Prediction) -> str:
     """``stage 0 needs 93 of 80 GB``."""
     rank = max(range(len(prediction.memory)), key=lambda at: _part(prediction.memory[at]))
     memory = prediction.memory[rank]
@@ -168,11 +168,11 @@ def too_full(prediction: Prediction) -> str:
     return f"{who} needs {of_limit(memory)}"
 
 
-def _part(memory: Memory) -> float:
+def _part(memory: PredictedMemory) -> float:
     return memory.total / (memory.limit or 1.0)
 
 
-def of_limit(memory: Memory) -> str:
+def of_limit(memory: PredictedMemory) -> str:
     """``93 of 80 GB``; digits enough to see the difference."""
     unit, scale = next((unit, scale) for unit, scale in _UNITS if memory.limit >= scale or scale == 1)
     digits = 0 if abs(memory.total - memory.limit) >= scale and memory.limit >= 10 * scale else 2
@@ -182,7 +182,7 @@ def of_limit(memory: Memory) -> str:
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
 
 
-def why(best: Choice, other: Choice, cluster: Cluster) -> str:
+def why(best: PlanChoice, other: PlanChoice, cluster: Cluster) -> str:
     """The part of the step that grew most; where none did, what else is worse."""
     if other.seconds <= best.seconds * (1 + AS_QUICK):
         return _as_quick(best, other)
@@ -191,7 +191,7 @@ def why(best: Choice, other: Choice, cluster: Cluster) -> str:
     return _REASONS[part](best.draft, other.draft, cluster)
 
 
-def _as_quick(best: Choice, other: Choice) -> str:
+def _as_quick(best: PlanChoice, other: PlanChoice) -> str:
     before, after = best.prediction.fullest, other.prediction.fullest
     if other.draft.ranks > best.draft.ranks:
         return "as quick, on more devices"

@@ -20,15 +20,22 @@ from typing import Any
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Host
-from echelon.planner.cost.predict import Costs
+from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.model_costs import Anatomy
-from echelon.planner.plan_search.answer import Answer, Choice, Help, Nearest, Rejected
-from echelon.planner.plan_search.draft_builder import Attempt, Tailor
-from echelon.planner.plan_search.meshes import Bounds, Mesh, commonest, find_meshes, find_pools
-from echelon.planner.plan_search.shapes import APPROXIMATE, Means, Shape, amp_of, combines, mechanisms
+from echelon.planner.model_costs import ProfileLike
+from echelon.planner.plan_search.draft_builder import DraftAttempt, DraftBuilder
+from echelon.planner.plan_search.meshes import CandidateMesh, MeshBounds, commonest, find_meshes, find_pools
+from echelon.planner.plan_search.plan_shapes import (
+    APPROXIMATE,
+    AllowedTechniques,
+    PlanShape,
+    amp_of,
+    combines,
+    mechanisms,
+)
+from echelon.planner.plan_search.search_result import HelpfulTechnique, PlanChoice, RejectedPlan, SearchResult
 
-__all__ = ["Answer", "Choice", "Help", "Nearest", "Rejected", "search"]
+__all__ = ["HelpfulTechnique", "PlanChoice", "RejectedPlan", "SearchResult", "search"]
 
 FINALISTS = 12
 LEAST_SHAPES = 12  # as many different shapes are found before a bound ends the search
@@ -43,7 +50,7 @@ TIE = 0.02  # part of a step's time below which two plans are as quick: predicti
 
 
 def search(
-    profile: Anatomy,
+    profile: ProfileLike,
     cluster: Cluster,
     *,
     batch: int,
@@ -54,7 +61,7 @@ def search(
     keep: int = 10,
     fixed: Mapping[str, object] | None = None,
     devices: int | None = None,
-) -> Answer:
+) -> SearchResult:
     """The best plans for ``batch`` samples a step.
 
     allow:   means that change the numbers: "amp", "fp16_allreduce", "dgc", "localsgd"
@@ -66,12 +73,14 @@ def search(
     begin = time.perf_counter()
     if batch < 1:
         raise UsageError(f"batch={batch}: a step takes 1 sample or more")
-    hunt = Hunt(profile, limited(cluster, memory), batch, tuple(allow), optimizer, system, fixed or {}, devices)
+    hunt = PlanSearch(
+        profile, with_memory_limit(cluster, memory), batch, tuple(allow), optimizer, system, fixed or {}, devices
+    )
     answer = hunt.answer(keep)
     return dataclasses.replace(answer, seconds=time.perf_counter() - begin)
 
 
-def limited(cluster: Cluster, memory: float | None) -> Cluster:
+def with_memory_limit(cluster: Cluster, memory: float | None) -> Cluster:
     """With so many bytes on every device."""
     if memory is None:
         return cluster
@@ -88,20 +97,20 @@ def limited(cluster: Cluster, memory: float | None) -> Cluster:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlanGroup:
     """Plans on one mesh with one number of micro-batches; none takes less than ``bound`` seconds."""
 
     bound: float
-    mesh: Mesh
+    mesh: CandidateMesh
     micro_batches: int
 
 
-class Hunt:
+class PlanSearch:
     """One search."""
 
     def __init__(
         self,
-        profile: Anatomy,
+        profile: ProfileLike,
         cluster: Cluster,
         batch: int,
         allow: tuple[str, ...],
@@ -112,22 +121,22 @@ class Hunt:
     ) -> None:
         self.profile, self.cluster, self.batch, self.devices = profile, cluster, batch, devices
         self.allow, self.optimizer, self.system, self.fixed = allow, optimizer, system, fixed
-        self.costs = Costs(profile, cluster, system, optimizer)
-        self.tailor = Tailor(self.costs, batch, fixed)
+        self.costs = CostModel(profile, cluster, system, optimizer)
+        self.tailor = DraftBuilder(self.costs, batch, fixed)
         units = len(profile.names)
-        self.means = Means(units, optimizer, (None,), frozenset(allow), fixed)
+        self.means = AllowedTechniques(units, optimizer, (None,), frozenset(allow), fixed)
         self.means.check()
         self.means = dataclasses.replace(self.means, amps=self._amps())
         self.layers = commonest(self.costs.units.sheet(1, 1, None).units)
-        self.found: list[Choice] = []
+        self.found: list[PlanChoice] = []
         self._best: dict[object, float] = {}
-        self._waiting: list[tuple[float, int, Group | Attempt]] = []
+        self._waiting: list[tuple[float, int, PlanGroup | DraftAttempt]] = []
         self._counter = itertools.count()
         self._frugal: dict[object, bool] = {}
         self._least_counts: dict[object, int] = {}
         self.in_host = max(pool.in_host for pool in find_pools(cluster, devices))
 
-    def answer(self, keep: int) -> Answer:
+    def answer(self, keep: int) -> SearchResult:
         from echelon.planner.plan_search.infeasible import nearest_plan
 
         self.look(beyond_host=False)
@@ -136,12 +145,14 @@ class Hunt:
         if not self.found or best[0].draft.split > self.in_host:  # where one such plan is quicker, others may be too
             self.look(beyond_host=True)
             if not self.found:
-                return Answer((), (), self.tailor.made, 0.0, nearest=nearest_plan(self))
+                return SearchResult((), (), self.tailor.made, 0.0, nearest=nearest_plan(self))
             best, rejected = self.settled()
         helps = tuple(self.would_help(best[0]))
-        return Answer(tuple(best[:keep]), rejected, self.tailor.made, 0.0, helps, notes=tuple(self.notes(best[0])))
+        return SearchResult(
+            tuple(best[:keep]), rejected, self.tailor.made, 0.0, helps, notes=tuple(self.notes(best[0]))
+        )
 
-    def settled(self) -> tuple[list[Choice], tuple[Rejected, ...]]:
+    def settled(self) -> tuple[list[PlanChoice], tuple[RejectedPlan, ...]]:
         """Of what was found the best, with what lies around the very best; where that is better, it takes its place."""
         from echelon.planner.plan_search.neighbours import neighbours
 
@@ -151,7 +162,10 @@ class Hunt:
             better = min(quicker, key=lambda each: each.against or 0.0)
             assert better.prediction is not None
             outline = _outline(better.draft)
-            best = [Choice(better.draft, better.prediction), *(one for one in best if _outline(one.draft) != outline)]
+            best = [
+                PlanChoice(better.draft, better.prediction),
+                *(one for one in best if _outline(one.draft) != outline),
+            ]
             rejected = tuple(neighbours(self, best[0]))
         return best, rejected
 
@@ -170,16 +184,16 @@ class Hunt:
             bound, _, item = heapq.heappop(self._waiting)
             if bound > self._worth():
                 break
-            if isinstance(item, Group):
+            if isinstance(item, PlanGroup):
                 self._open(item, exhaustive)
             else:
                 self._try(item, exhaustive)
         self._waiting.clear()
 
-    def _wait(self, seconds: float, item: Group | Attempt) -> None:
+    def _wait(self, seconds: float, item: PlanGroup | DraftAttempt) -> None:
         heapq.heappush(self._waiting, (seconds, next(self._counter), item))
 
-    def _open(self, group: Group, exhaustive: bool) -> None:
+    def _open(self, group: PlanGroup, exhaustive: bool) -> None:
         """All shapes of it; where they are many, those with the usual schedule to begin with."""
         if not self.may_fit(group.mesh):
             return
@@ -188,7 +202,7 @@ class Hunt:
             attempt = self.tailor.first(shape)
             self._wait(attempt.timed.seconds, attempt)
 
-    def _to_begin_with(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def _to_begin_with(self, shapes: Sequence[PlanShape]) -> list[PlanShape]:
         """Of those with the usual schedule the ones that may fit. In a pipeline, where shard 3 gathers for every
         micro-batch, it is for what does not fit otherwise."""
         usual = [shape for shape in shapes if (shape.schedule, shape.chunks) == (shapes[0].schedule, shapes[0].chunks)]
@@ -196,7 +210,7 @@ class Hunt:
         begin = [shape for shape in usual if shape not in last and self._is_small_enough(shape)]
         return begin or [shape for shape in last if self._is_small_enough(shape)]
 
-    def _is_small_enough(self, shape: Shape) -> bool:
+    def _is_small_enough(self, shape: PlanShape) -> bool:
         """Whether micro-batches are no larger than what may fit. The number of them from which on they do is found by
         halving."""
         key = (shape.mesh.key, shape.shard, shape.wire, shape.approximate)
@@ -206,7 +220,7 @@ class Hunt:
             self._least_counts[key] = counts[at] if at < len(counts) else self.batch + 1
         return shape.micro_batches >= self._least_counts[key]
 
-    def _try(self, attempt: Attempt, exhaustive: bool) -> None:
+    def _try(self, attempt: DraftAttempt, exhaustive: bool) -> None:
         choice = self.tailor.checked(attempt)
         if choice is None:
             for other in self.tailor.instead(attempt):
@@ -220,7 +234,7 @@ class Hunt:
             other = self.tailor.first(attempt.shape.replaced(schedule=schedule, chunks=chunks))
             self._wait(other.timed.seconds, other)
 
-    def _note(self, choice: Choice) -> None:
+    def _note(self, choice: PlanChoice) -> None:
         self.found.append(choice)
         outline = _outline(choice.draft)
         self._best[outline] = min(choice.seconds, self._best.get(outline, choice.seconds))
@@ -230,20 +244,20 @@ class Hunt:
         times = sorted(self._best.values())
         return times[LEAST_SHAPES - 1] if len(times) >= LEAST_SHAPES else float("inf")
 
-    def groups(self, beyond_host: bool) -> Iterator[Group]:
+    def groups(self, beyond_host: bool) -> Iterator[PlanGroup]:
         for mesh in self.meshes(beyond_host):
             for count in self.means.micro_batches(mesh, self.batch):
-                yield Group(self._bound(mesh, count), mesh, count)
+                yield PlanGroup(self._bound(mesh, count), mesh, count)
 
-    def meshes(self, beyond_host: bool, fixed: Mapping[str, int] | None = None) -> Iterator[Mesh]:
+    def meshes(self, beyond_host: bool, fixed: Mapping[str, int] | None = None) -> Iterator[CandidateMesh]:
         axes = {axis: self.fixed[axis] for axis in ("replicate", "stage", "split") if axis in self.fixed}
         units, splits = len(self.profile.names), self.profile.splits
-        bounds = Bounds(units, self.layers, splits, self.batch, beyond_host, axes | dict(fixed or {}), self.devices)
+        bounds = MeshBounds(units, self.layers, splits, self.batch, beyond_host, axes | dict(fixed or {}), self.devices)
         return find_meshes(find_pools(self.cluster, self.devices), bounds)
 
-    def _bound(self, mesh: Mesh, micro_batches: int) -> float:
+    def _bound(self, mesh: CandidateMesh, micro_batches: int) -> float:
         """All arithmetic shared out evenly, and of the idle time in a pipeline what the best schedule leaves."""
-        shape = Shape(mesh, micro_batches, amp=self.means.amps[0])
+        shape = PlanShape(mesh, micro_batches, amp=self.means.amps[0])
         kinds = {device.name: self.tailor.least_seconds(shape, device) for device in mesh.stages}
         replicas = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.replicas)
         rate = sum(count / kinds[name] for name, count in Counter(mesh.names).items())
@@ -251,32 +265,32 @@ class Hunt:
         working = self.batch / replicas / alone / rate
         return 0.9 * (working + (mesh.stage - 1) * self.tailor.samples(shape) / rate / 4)
 
-    def may_fit(self, mesh: Mesh) -> bool:
+    def may_fit(self, mesh: CandidateMesh) -> bool:
         """Whether the plan on this mesh that takes the least memory fits, as far as can be told at a glance."""
         if mesh.key not in self._frugal:
             self._frugal[mesh.key] = any(map(self.tailor.may_fit, self._frugal_shapes(mesh)))
         return self._frugal[mesh.key]
 
-    def surely_fits(self, mesh: Mesh) -> bool:
+    def surely_fits(self, mesh: CandidateMesh) -> bool:
         shapes = self._frugal_shapes(mesh)
         return self.may_fit(mesh) and any(self.tailor.fitting(shape) for shape in shapes)
 
-    def _frugal_shapes(self, mesh: Mesh) -> Iterator[Shape]:
+    def _frugal_shapes(self, mesh: CandidateMesh) -> Iterator[PlanShape]:
         """Small micro-batches, everything shared out."""
         counts, schedules = self.means.micro_batches(mesh, self.batch), self.means.schedules(mesh)
         for schedule, chunks in schedules[:1]:
-            plain = Shape(mesh, counts[-1], schedule, chunks, amp=self.means.amps[0])
+            plain = PlanShape(mesh, counts[-1], schedule, chunks, amp=self.means.amps[0])
             exchanges = sorted(self.means.exchanges(plain), key=lambda exchange: -exchange["shard"])
             for exchange in exchanges[:2]:
                 yield plain.replaced(**exchange)
 
     # ---- choosing ----
 
-    def finalists(self) -> list[Choice]:
+    def finalists(self) -> list[PlanChoice]:
         """The best of different shapes, and all that are nearly as quick; with other arithmetic too, each cut as well
         as can be."""
         quickest = sorted(self.found, key=lambda choice: choice.seconds)
-        best: dict[object, Choice] = {}
+        best: dict[object, PlanChoice] = {}
         for choice in quickest:
             best.setdefault(_outline(choice.draft), choice)
         near = [choice for choice in quickest if choice.seconds <= NEAR * quickest[0].seconds]
@@ -287,7 +301,7 @@ class Hunt:
         chosen += [choice for choice in others if choice.prediction.fits]
         return sorted((self.polished(choice) for choice in chosen), key=lambda choice: choice.seconds)
 
-    def polished(self, choice: Choice) -> Choice:
+    def polished(self, choice: PlanChoice) -> PlanChoice:
         """With cuts moved by a unit where that helps: what travels between stages, cuts do not know."""
         if "cuts" in self.fixed or not 1 < choice.draft.stages <= 16:
             return choice
@@ -301,13 +315,13 @@ class Hunt:
                         choice = other
         return choice
 
-    def timed(self, choice: Choice) -> Choice:
+    def timed(self, choice: PlanChoice) -> PlanChoice:
         """Simulated, where that takes a moment."""
         return self.exactly(choice) if _actions(choice.draft) <= FEW_ACTIONS else choice
 
-    def ranked(self, choices: Sequence[Choice]) -> list[Choice]:
+    def ranked(self, choices: Sequence[PlanChoice]) -> list[PlanChoice]:
         """Simulated, the quickest first; where several are as quick, the simplest of them."""
-        simulated: list[Choice] = []
+        simulated: list[PlanChoice] = []
         actions = 0
         for choice in choices:
             actions += _actions(choice.draft)
@@ -319,36 +333,36 @@ class Hunt:
         as_quick = [choice for choice in simulated if choice.seconds <= simulated[0].seconds * (1 + TIE)]
         first = min(as_quick, key=lambda choice: (mechanisms(choice.draft), choice.draft.ranks, choice.seconds))
         rest = sorted((one for one in [*simulated, *others] if one is not first), key=lambda one: one.seconds)
-        distinct: dict[object, Choice] = {}
+        distinct: dict[object, PlanChoice] = {}
         for choice in [first, *rest]:
             distinct.setdefault(_outline(choice.draft), choice)
         return list(distinct.values())
 
-    def exactly(self, choice: Choice) -> Choice:
+    def exactly(self, choice: PlanChoice) -> PlanChoice:
         if choice.draft.stages == 1 or _actions(choice.draft) > MOST_ACTIONS:
             return choice
-        return Choice(choice.draft, self.costs.predict(choice.draft, simulate=True))
+        return PlanChoice(choice.draft, self.costs.predict(choice.draft, simulate=True))
 
-    def alike(self, best: Choice, other: Choice) -> tuple[Choice, Choice]:
+    def alike(self, best: PlanChoice, other: PlanChoice) -> tuple[PlanChoice, PlanChoice]:
         """Both simulated, or where that is too much, both by closed forms."""
         if max(_actions(best.draft), _actions(other.draft)) <= MOST_ACTIONS // 10:
             return best, self.exactly(other)
         return self.tailor.predicted(best.draft), other
 
-    def shape_of(self, draft: Draft) -> Shape:
+    def shape_of(self, draft: Draft) -> PlanShape:
         """Whose mesh has the devices it was found with."""
         sizes = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
         meshes = self.meshes(beyond_host=True, fixed=sizes)
         mesh = next(mesh for mesh in meshes if mesh.order == draft.order and bool(mesh.parts) == bool(draft.widths))
         same = ("micro_batches", "schedule", "chunks", "shard", "amp", "wire", "approximate", "compile")
-        return Shape(mesh, **{name: getattr(draft, name) for name in same})
+        return PlanShape(mesh, **{name: getattr(draft, name) for name in same})
 
     # ---- where nothing fits ----
 
-    def elsewhere(self, cluster: Cluster) -> Hunt:
-        return Hunt(self.profile, cluster, self.batch, self.allow, self.optimizer, self.system, self.fixed)
+    def elsewhere(self, cluster: Cluster) -> PlanSearch:
+        return PlanSearch(self.profile, cluster, self.batch, self.allow, self.optimizer, self.system, self.fixed)
 
-    def largest_meshes(self) -> Iterator[Mesh]:
+    def largest_meshes(self) -> Iterator[CandidateMesh]:
         """For each number of stages and width of a split, the one with most replicas."""
         seen: set[tuple[int, int]] = set()
         for mesh in self.meshes(beyond_host=True):
@@ -358,7 +372,7 @@ class Hunt:
 
     # ---- what else there is to say ----
 
-    def would_help(self, best: Choice) -> Iterator[Help]:
+    def would_help(self, best: PlanChoice) -> Iterator[HelpfulTechnique]:
         """What the means that were not allowed would bring to the best plan."""
         for name in APPROXIMATE:
             draft = None if name in self.allow else self._with(best.draft, name)
@@ -367,7 +381,7 @@ class Hunt:
             choice = self.exactly(self.tailor.predicted(draft))
             change = choice.seconds / best.seconds - 1
             if choice.prediction.fits and change < -TIE:
-                yield Help(name, draft, choice.prediction, change)
+                yield HelpfulTechnique(name, draft, choice.prediction, change)
 
     def _with(self, draft: Draft, name: str) -> Draft | None:
         """The plan with this means too, where they go together."""
@@ -381,7 +395,7 @@ class Hunt:
             return None
         return draft.replaced(shard=0, **change)
 
-    def notes(self, best: Choice) -> Iterator[str]:
+    def notes(self, best: PlanChoice) -> Iterator[str]:
         there = min(self.cluster.size, self.devices or self.cluster.size)
         idle = there - best.draft.ranks
         if idle and best.draft.replicate >= self.batch:
@@ -396,16 +410,16 @@ class Hunt:
         if "amp" not in self.allow:
             return (None,)
         device = self.cluster.kinds[0]
-        mesh = Mesh(1, 1, 1, (device,), ((1, device),))
+        mesh = CandidateMesh(1, 1, 1, (device,), ((1, device),))
         times = {
-            amp: self.tailor.micro_batch_seconds(Shape(mesh, amp=amp), device)[-1]
+            amp: self.tailor.micro_batch_seconds(PlanShape(mesh, amp=amp), device)[-1]
             for amp in (None, amp_of(self.cluster))
         }
         first, second = sorted(times, key=lambda amp: times[amp])
         return (first, second) if times[second] < CLOSE * times[first] else (first,)
 
 
-def _is_better(neighbour: Rejected, best: Choice) -> bool:
+def _is_better(neighbour: RejectedPlan, best: PlanChoice) -> bool:
     """Quicker, and where it takes more to do, by more than predictions can be wrong about."""
     more = mechanisms(neighbour.draft) > mechanisms(best.draft)
     return neighbour.against is not None and neighbour.against < -(TIE if more else NOTHING)

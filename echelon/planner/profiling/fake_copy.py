@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.plan.fake_forward import placeholder_mode
-from echelon.plan.module_calls import make_heard
+from echelon.plan.module_calls import install_call_hooks
 from echelon.strategy.annotations.marks import within
 
 
-class Shadow:
+class FakeModel:
     """``model`` is the copy; ``stands_for`` tells for each tensor of the original (by its id) the one of the copy.
 
     splits: modules that are going to be split; a unit inside of one shares nothing with units outside
@@ -73,14 +73,14 @@ class Shadow:
             for clone, parameters in zip(clones, kept, strict=True):
                 clone.__dict__["_parameters"] = parameters
 
-    def listen_to(self, units: Sequence[str]) -> None:
+    def track_units(self, units: Sequence[str]) -> None:
         for name, first in self.like.items():  # which may have been split since
             clone, example = self._copies[name], self._copies[first]
             clone.__class__ = type(example)
             clone.__dict__ = dict(example.__dict__)
-        make_heard(self.model, units)
+        install_call_hooks(self.model, units)
 
-    def take_place(self, name: str, module: nn.Module) -> None:
+    def apply_unit_places(self, name: str, module: nn.Module) -> None:
         """Give the modules that units alike share the places of this unit: a cache of keys and values goes by them."""
         for inside, places in self._places.get(name, {}).items():
             module.get_submodule(inside).__dict__.update(places)

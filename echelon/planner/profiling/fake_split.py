@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 import torch.distributed as dist
 
 from echelon.plan.fake_forward import placeholder_mode
-from echelon.planner.profiling.fake_copy import Shadow
+from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.strategy.annotations.marks import Split, within
 
 
 @contextlib.contextmanager
-def nobody(ranks: int) -> Iterator[dist.ProcessGroup]:
+def fake_process_group(ranks: int) -> Iterator[dist.ProcessGroup]:
     """A group whose messages are seen by a ``Trace``, and go nowhere. Known to torch as one of GPUs while it lasts."""
     group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]
     known = dist.distributed_c10d._world
@@ -26,7 +26,7 @@ def nobody(ranks: int) -> Iterator[dist.ProcessGroup]:
 
 
 def split_first(
-    shadow: Shadow, marks: Mapping[str, Split], group: dist.ProcessGroup, spread: bool = False, rank: int = 0
+    shadow: FakeModel, marks: Mapping[str, Split], group: dist.ProcessGroup, spread: bool = False, rank: int = 0
 ) -> None:
     """Cut the copy as the first rank of ``group`` would, or another. Of units that are alike, the first stands for all.
 

@@ -13,38 +13,38 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from echelon.plan.fake_forward import placeholder_mode, random_numbers_kept
-from echelon.plan.module_calls import call_plainly, listening
-from echelon.plan.pytree import Parts, take_apart
-from echelon.planner.profiling.fake_copy import Shadow, facts_of
-from echelon.planner.profiling.gpu_dispatch import AsOnGpu
+from echelon.plan.fake_forward import placeholder_mode, preserve_rng_state
+from echelon.plan.module_calls import call_unintercepted, intercept_module_calls
+from echelon.plan.pytree import FlattenedTree, take_apart
+from echelon.planner.profiling.fake_copy import FakeModel, facts_of
+from echelon.planner.profiling.gpu_dispatch import GpuDispatchMode
 from echelon.planner.profiling.kernel_costs import tensor_bytes
-from echelon.planner.profiling.observe import Span, Trace
-from echelon.planner.profiling.scratch import around, around_on_gpu
+from echelon.planner.profiling.op_tracer import OpSpan, OpTracer
+from echelon.planner.profiling.scratch import scratch_bytes, scratch_bytes_on_gpu
 
 Leaf = tuple[int, float]  # the number of a tensor's storage, and the tensor's bytes
 
 
 @dataclass(eq=False)
-class Call:
+class UnitCall:
     """A unit was called: what went on before it since the last unit, and in it.
 
     like:  the earlier call that this one is like, in which its unit's spans are; itself where it really ran
     """
 
     name: str
-    glue: Span
+    glue: OpSpan
     inputs: list[Leaf]
-    unit: Span = field(default_factory=Span)
+    unit: OpSpan = field(default_factory=OpSpan)
     outputs: list[Leaf] = field(default_factory=list)
-    unit_back: Span = field(default_factory=Span)
-    glue_back: Span = field(default_factory=Span)
-    like: Call | None = None
+    unit_back: OpSpan = field(default_factory=OpSpan)
+    glue_back: OpSpan = field(default_factory=OpSpan)
+    like: UnitCall | None = None
     shapes: list[Tensor | Any] = field(default_factory=list)
-    parts: Parts | None = None
+    parts: FlattenedTree | None = None
 
     @property
-    def measured(self) -> Call:
+    def measured(self) -> UnitCall:
         return self.like or self
 
     def saved_at(self, leaves: Sequence[Leaf]) -> list[int]:
@@ -53,12 +53,12 @@ class Call:
 
 
 @dataclass(eq=False)
-class Passed:
+class FakePass:
     """A whole pass: the calls in order, and what came after the last."""
 
-    calls: list[Call]
-    tail: Span
-    tail_back: Span
+    calls: list[UnitCall]
+    tail: OpSpan
+    tail_back: OpSpan
     gradients: set[int]
     batch: set[int]
     weights: dict[int, Tensor]  # storage -> the copy's parameter or buffer
@@ -67,25 +67,25 @@ class Passed:
 # ---- the pass ----
 
 
-def rehearse(
-    shadow: Shadow,
+def run_fake_step(
+    shadow: FakeModel,
     batch: Any,
     step: Callable[[nn.Module, Any], Tensor],
     amp: torch.dtype | None,
     gpu: bool,
     backward: bool = True,
-) -> Passed:
+) -> FakePass:
     """Forward (and backward) of ``step(model, batch)``, a loss, on placeholders."""
-    trace = Trace(scratch=around_on_gpu if gpu else around)
+    trace = OpTracer(scratch=scratch_bytes_on_gpu if gpu else scratch_bytes)
     weights: dict[int, Tensor] = {
         trace.number(each): each for each in (*shadow.model.parameters(), *shadow.model.buffers())
     }
-    on_batch = placed(batch)
+    on_batch = batch_placeholders(batch)
     leaves = {trace.number(leaf) for leaf in take_apart(on_batch).leaves if isinstance(leaf, Tensor)}
     listener = _Listener(trace, shadow)
     handles = trace.watch_gradients(shadow.model)
     try:
-        with placeholder_mode(), random_numbers_kept(), torch.enable_grad(), _no_collection(), trace:
+        with placeholder_mode(), preserve_rng_state(), torch.enable_grad(), _no_collection(), trace:
             loss = _forward(shadow, on_batch, step, amp, gpu, trace, listener)
             tail = trace.span
             tail_back = listener.begin_backward()
@@ -95,7 +95,7 @@ def rehearse(
         torch.clear_autocast_cache()
         for handle in handles:
             handle.remove()
-    return Passed(listener.calls, tail, tail_back, trace.gradients, leaves, weights)
+    return FakePass(listener.calls, tail, tail_back, trace.gradients, leaves, weights)
 
 
 @contextlib.contextmanager
@@ -111,20 +111,20 @@ def _no_collection() -> Iterator[None]:
 
 
 def _forward(
-    shadow: Shadow, batch: Any, step: Any, amp: torch.dtype | None, gpu: bool, trace: Trace, listener: _Listener
+    shadow: FakeModel, batch: Any, step: Any, amp: torch.dtype | None, gpu: bool, trace: OpTracer, listener: _Listener
 ) -> Tensor:
     with contextlib.ExitStack() as within:
         within.enter_context(trace.saving())
-        within.enter_context(listening(listener.unit_called))
+        within.enter_context(intercept_module_calls(listener.unit_called))
         if gpu:
-            within.enter_context(AsOnGpu())
+            within.enter_context(GpuDispatchMode())
         if amp is not None:
             within.enter_context(torch.autocast("cpu", dtype=amp))
         loss: Tensor = step(shadow.model, batch)
     return loss
 
 
-def placed(batch: Any) -> Any:
+def batch_placeholders(batch: Any) -> Any:
     """A batch as placeholders on the CPU."""
     return tree_map(_placed, batch)
 
@@ -140,12 +140,12 @@ def _placed(leaf: Any) -> Any:
 class _Listener:
     """Follows a pass from unit to unit, forward and back."""
 
-    def __init__(self, trace: Trace, shadow: Shadow) -> None:
+    def __init__(self, trace: OpTracer, shadow: FakeModel) -> None:
         self._trace, self._shadow = trace, shadow
-        self.calls: list[Call] = []
-        self._known: dict[Any, Call] = {}
+        self.calls: list[UnitCall] = []
+        self._known: dict[Any, UnitCall] = {}
         self._start: Tensor | None = None  # what makes known units' outputs have gradients
-        self._back: list[Span] = []
+        self._back: list[OpSpan] = []
         self._at = 0
 
     def unit_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,20 +159,20 @@ class _Listener:
                 output = self._as_before(call.like, tensors)
         if call.like is None:
             self._known[key] = call
-            self._shadow.take_place(name, module)
-            output = call_plainly(module, args, kwargs)
+            self._shadow.apply_unit_places(name, module)
+            output = call_unintercepted(module, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._left(call, output)
         return output
 
-    def _entered(self, name: str, tensors: list[Tensor]) -> Call:
-        call = Call(name, self._trace.span, [self._leaf(leaf) for leaf in tensors])
+    def _entered(self, name: str, tensors: list[Tensor]) -> UnitCall:
+        call = UnitCall(name, self._trace.span, [self._leaf(leaf) for leaf in tensors])
         self._on_way_back(tensors, 2 * len(self.calls))
         self.calls.append(call)
         self._trace.span = call.unit
         return call
 
-    def _left(self, call: Call, output: Any) -> None:
+    def _left(self, call: UnitCall, output: Any) -> None:
         parts = take_apart(output)
         if call.like is None:
             # With stand-ins: the tensors themselves would live as long as the call.
@@ -181,19 +181,19 @@ class _Listener:
         made = [leaf for leaf in parts.leaves if isinstance(leaf, Tensor)]
         call.outputs = [self._leaf(leaf) for leaf in made]
         self._on_way_back(made, 2 * len(self.calls) - 1)
-        self._trace.span = Span()
+        self._trace.span = OpSpan()
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         return self._trace.number(tensor), float(tensor_bytes(tensor))
 
-    def _as_before(self, like: Call, tensors: list[Tensor]) -> Any:
+    def _as_before(self, like: UnitCall, tensors: list[Tensor]) -> Any:
         assert like.parts is not None
         specs = [spec for spec in like.shapes if isinstance(spec, _Spec)]
         with self._silence():
             if self._start is None:
                 self._start = torch.empty((), requires_grad=True)
             kept = [tensors[at].untyped_storage() for at in like.saved_at(like.inputs)]
-            made = iter(_Known.apply(self, specs, kept, self._start, *tensors))  # type: ignore[no-untyped-call]
+            made = iter(_ReplayedUnit.apply(self, specs, kept, self._start, *tensors))  # type: ignore[no-untyped-call]
         return like.parts.together(next(made) if isinstance(leaf, _Spec) else leaf for leaf in like.shapes)
 
     @contextlib.contextmanager
@@ -206,9 +206,9 @@ class _Listener:
 
     # ---- the way back ----
 
-    def begin_backward(self) -> Span:
+    def begin_backward(self) -> OpSpan:
         self._trace.backward = True
-        self._back = [span for call in self.calls for span in (call.glue_back, call.unit_back)] + [Span()]
+        self._back = [span for call in self.calls for span in (call.glue_back, call.unit_back)] + [OpSpan()]
         self._at = len(self._back) - 1
         self._trace.span = self._back[-1]
         return self._back[-1]
@@ -253,7 +253,7 @@ class _Spec:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
 
 
-class _Known(torch.autograd.Function):
+class _ReplayedUnit(torch.autograd.Function):
     """In place of a unit that ran before: the same outputs and gradients, and of its inputs the same kept."""
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from echelon.parallel.tensor.sharded_activation import Spread
+from echelon.parallel.tensor.sharded_activation import ShardedActivation
 
 #: What autocast does in 32 bits on a GPU, and not on a CPU.
 IN_FLOAT32 = frozenset((
@@ -31,14 +31,14 @@ IN_FLOAT32 = frozenset((
 ))  # fmt: skip
 
 
-class AsOnGpu(TorchFunctionMode):
+class GpuDispatchMode(TorchFunctionMode):
     """Within it, torch functions do what they would do on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(each, type) and issubclass(each, Spread) for each in types):
+        if any(isinstance(each, type) and issubclass(each, ShardedActivation) for each in types):
             with self:  # its rules call func again, on its parts
-                return Spread.__torch_function__(func, types, args, kwargs)
+                return ShardedActivation.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if name == "dropout":
             return _dropout(func, args, kwargs)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 @dataclass(slots=True)
-class Launch:
+class KernelLaunch:
     """One kernel as it ran. ``made`` and ``read`` are the numbers of the storages it wrote anew and used."""
 
     kind: KernelKind
@@ -32,7 +32,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class TracedOperation:
     """An operation that has run: ``args`` as it was given, ``results`` the tensors it returned."""
 
     func: Any
@@ -42,10 +42,10 @@ class Operation:
 
 
 #: Which of the results one launch makes, and the launch.
-Made = tuple[Sequence[int], Launch]
+Made = tuple[Sequence[int], KernelLaunch]
 
 
-def launches_of(operation: Operation) -> list[Made]:
+def launches_of(operation: TracedOperation) -> list[Made]:
     """The kernels of an operation that is no view."""
     packet = operation.func.overloadpacket
     if packet in _CONVOLUTIONS_BACK:
@@ -54,7 +54,7 @@ def launches_of(operation: Operation) -> list[Made]:
     if kind == "copy" and _rearranges(operation):
         kind = "layout"
     flops, shape = _arithmetic(kind, packet, operation)
-    launch = Launch(kind, flops, _traffic(kind, operation), shape, _dtype(operation))
+    launch = KernelLaunch(kind, flops, _traffic(kind, operation), shape, _dtype(operation))
     launch.is_sum = operation.func is aten.add.Tensor
     return [(range(len(operation.results)), launch)]
 
@@ -109,7 +109,7 @@ def _times_longer(func: Any) -> float:
     return 5.0 if "pool" in name and "backward" not in name else float(name.startswith(_FUNCTIONS))
 
 
-def _rearranges(operation: Operation) -> bool:
+def _rearranges(operation: TracedOperation) -> bool:
     """Whether a copy is laid out in another way than what it is made of: no device reads and writes both in a row."""
     made = operation.results[0] if operation.results else None
     return made is not None and any(
@@ -124,7 +124,7 @@ def _rearranges(operation: Operation) -> bool:
 # ---- arithmetic ----
 
 
-def _arithmetic(kind: KernelKind, packet: Any, operation: Operation) -> tuple[float, tuple[float, ...]]:
+def _arithmetic(kind: KernelKind, packet: Any, operation: TracedOperation) -> tuple[float, tuple[float, ...]]:
     if kind == "product":
         shape = _product_shape(packet, operation.args)
         return 2.0 * math.prod(shape), shape
@@ -152,7 +152,7 @@ def _product_shape(packet: Any, args: Sequence[Any]) -> tuple[float, ...]:
     return (a.shape[0] if a.dim() == 3 else 1, m, n, a.shape[-1])
 
 
-def _attention(operation: Operation) -> tuple[float, tuple[float, ...]]:
+def _attention(operation: TracedOperation) -> tuple[float, tuple[float, ...]]:
     """Two products for each pair of positions; backward five, of which the first repeats one of them."""
     backward = "backward" in operation.func._schema.name
     query, key, value = operation.args[1:4] if backward else operation.args[:3]
@@ -180,12 +180,12 @@ def _convolution(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tu
     )
 
 
-def _batch_norm(operation: Operation) -> tuple[float, tuple[float, ...]]:
+def _batch_norm(operation: TracedOperation) -> tuple[float, tuple[float, ...]]:
     x = max(operation.operands, key=Tensor.numel)
     return float(x.numel()), (x.shape[0], x.shape[1] if x.dim() > 1 else 1)
 
 
-def _convolution_back(operation: Operation) -> list[Made]:
+def _convolution_back(operation: TracedOperation) -> list[Made]:
     """Two convolutions: of the input's gradient, and of the weight's (the bias's comes with it)."""
     gradient, x, weight = operation.args[:3]
     transposed, mask = bool(operation.args[7]), operation.args[10]
@@ -197,16 +197,16 @@ def _convolution_back(operation: Operation) -> list[Made]:
     to_weights = list(range(at, len(operation.results)))
     dtype = _dtype(operation)
     if to_input:
-        found.append((to_input, Launch("convolution", flops, _bytes([gradient, weight, x]), shape, dtype)))
+        found.append((to_input, KernelLaunch("convolution", flops, _bytes([gradient, weight, x]), shape, dtype)))
     if to_weights:
-        found.append((to_weights, Launch("convolution", flops, _bytes([gradient, x, weight]), shape, dtype)))
+        found.append((to_weights, KernelLaunch("convolution", flops, _bytes([gradient, x, weight]), shape, dtype)))
     return found
 
 
 # ---- bytes ----
 
 
-def _traffic(kind: KernelKind, operation: Operation) -> float:
+def _traffic(kind: KernelKind, operation: TracedOperation) -> float:
     if kind == "lookup" and operation.func.overloadpacket is aten.embedding:  # of the table, only the rows looked up
         return _bytes([*operation.operands[1:], *operation.results, *operation.results])
     if operation.func._schema.name == "aten::copy_":
@@ -224,7 +224,7 @@ def tensor_bytes(tensor: Tensor) -> int:
     return min(size, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else size
 
 
-def _dtype(operation: Operation) -> str:
+def _dtype(operation: TracedOperation) -> str:
     for tensor in (*operation.results, *operation.operands):
         if tensor.is_floating_point():
             return _dtype_name(tensor.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.base.errors import UsageError
-from echelon.optim.optimizer_copy import PLAIN, make_twin
+from echelon.optim.optimizer_copy import PLAIN, copy_optimizer
 from echelon.planner.cost.system import STATE, System
 
 Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -91,7 +91,7 @@ def _state_after(optimizer: torch.optim.Optimizer, group: dict[str, Any], value:
     stand_in.grad = torch.zeros_like(stand_in)
     plain = {name: way for name, way in PLAIN.items() if name in group}
     twins: dict[int, torch.optim.Optimizer] = {}
-    make_twin(optimizer, [{**group, **plain, "params": [stand_in]}], twins).step()
+    copy_optimizer(optimizer, [{**group, **plain, "params": [stand_in]}], twins).step()
     kept = tree_leaves([twin.state.get(stand_in, {}) for twin in twins.values()])
     return [value.to("meta") for value in kept if isinstance(value, Tensor)]
 

@@ -14,18 +14,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.base.errors import EchelonError, UsageError
 from echelon.plan.partition import find_units
-from echelon.planner.model_costs import Sheet, Unit
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.fake_split import nobody, split_first
-from echelon.planner.profiling.fake_step import Passed, rehearse
+from echelon.planner.model_costs import ModelCosts, ModelUnit
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.fake_split import fake_process_group, split_first
+from echelon.planner.profiling.fake_step import FakePass, run_fake_step
 from echelon.planner.profiling.recompute_costs import crossings, figures_again
 from echelon.planner.profiling.resize import RULES, find_rows, resize
-from echelon.planner.profiling.splits import find_marks, most, telling_hooks
+from echelon.planner.profiling.splits import add_input_hooks, find_marks, most
 from echelon.planner.profiling.unit_costs import (
-    Carried,
     Groups,
-    Held,
-    Spans,
+    UnitActivationBytes,
+    UnitPassSpans,
+    UnitTensors,
     alike,
     between,
     carried,
@@ -106,7 +106,7 @@ class Profile:
         if splits is not None:
             self.split_marks = dict(splits)
         self._measured: dict[Any, _Measured] = {}
-        self._sheets: dict[Any, Sheet] = {}
+        self._sheets: dict[Any, ModelCosts] = {}
         first = self._first_measured()
         self._groups: Groups = first.groups
         self.names = tuple(first.passes[0].calls[group[0]].name for group in self._groups)
@@ -139,12 +139,12 @@ class Profile:
             )
         return tree_map(lambda leaf: resize(leaf, self._rule, self.batch, samples), self._example)
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> Sheet:
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
         key = (samples, split, amp)
         if key not in self._sheets:
             measured = self._measured_for(samples, split, amp)
             tied = tuple(measured.ties().values())
-            self._sheets[key] = Sheet(measured.units(samples), samples, split, amp, self._given(samples), tied)
+            self._sheets[key] = ModelCosts(measured.units(samples), samples, split, amp, self._given(samples), tied)
         return self._sheets[key]
 
     def _given(self, samples: int) -> float:
@@ -181,22 +181,24 @@ class Profile:
         return self._measure(1, None, self._sizes)
 
     def _measure(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
-        shadow = Shadow(self._model, self._unit_names, self.split_marks if split > 1 else ())
-        with nobody(split) as group:
+        shadow = FakeModel(self._model, self._unit_names, self.split_marks if split > 1 else ())
+        with fake_process_group(split) as group:
             if split > 1:
                 split_first(shadow, self.split_marks, group, self._spread)
-            shadow.listen_to(self._unit_names)
+            shadow.track_units(self._unit_names)
             passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
         groups = self._groups if hasattr(self, "_groups") else None
         measured = _Measured(self._model, shadow, (passes[0], passes[-1]), sizes, groups)
         self._measured[(split, amp, sizes)] = measured
         return measured
 
-    def _rehearse(self, shadow: Shadow, samples: int, amp: str | None, backward: bool = True) -> Passed:
+    def _rehearse(self, shadow: FakeModel, samples: int, amp: str | None, backward: bool = True) -> FakePass:
         batch = self.placeholders(samples)
         try:
             with _unlogged():
-                return rehearse(shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward)
+                return run_fake_step(
+                    shadow, batch, self._step, _AMP[amp] if amp else None, self.device == "cuda", backward
+                )
         except EchelonError:
             raise
         except Exception as error:
@@ -210,7 +212,7 @@ class Profile:
     @functools.cached_property
     def split_marks(self) -> dict[str, Split]:
         """What the runtime is told to split, by the modules' names; empty where nothing is worth it."""
-        like = Shadow(self._model, self._unit_names).like
+        like = FakeModel(self._model, self._unit_names).like
         return find_marks(self._model, like, self._attempt)
 
     @functools.cached_property
@@ -218,12 +220,12 @@ class Profile:
         """The most devices that may share a layer."""
         return most(self._model, self.split_marks) if self.split_marks else 1
 
-    def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> Passed:
-        shadow = Shadow(self._model, self._unit_names, marks)
-        with nobody(2) as group:
+    def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> FakePass:
+        shadow = FakeModel(self._model, self._unit_names, marks)
+        with fake_process_group(2) as group:
             split_first(shadow, marks, group)
-            telling_hooks(shadow, told)
-            shadow.listen_to(self._unit_names)
+            add_input_hooks(shadow, told)
+            shadow.track_units(self._unit_names)
             return self._rehearse(shadow, self._sizes[0], None, backward=False)
 
 
@@ -233,8 +235,8 @@ class _Measured:
     def __init__(
         self,
         model: nn.Module,
-        shadow: Shadow,
-        passes: tuple[Passed, Passed],
+        shadow: FakeModel,
+        passes: tuple[FakePass, FakePass],
         sizes: tuple[int, int],
         groups: Groups | None,
     ) -> None:
@@ -243,18 +245,18 @@ class _Measured:
         self.groups = groups if groups is not None else group_calls(small)
         for passed in dict.fromkeys(self.passes):
             mark_weight_kernels(passed)
-        self._held: list[Held] = holdings(model, shadow, small, self.groups)
-        self._carried: list[list[Carried]] = [carried(passed, self.groups) for passed in self.passes]
+        self._held: list[UnitTensors] = holdings(model, shadow, small, self.groups)
+        self._carried: list[list[UnitActivationBytes]] = [carried(passed, self.groups) for passed in self.passes]
         self._crossings = [crossings(passed, self.groups) for passed in self.passes]
-        self._spans: list[list[Spans]] = [
+        self._spans: list[list[UnitPassSpans]] = [
             [spans_of(passed, self.groups, index) for index in range(len(self.groups))] for passed in self.passes
         ]
         self.is_affine = len(small.calls) == len(large.calls) and all(map(alike, *self._spans))
 
-    def units(self, samples: int) -> tuple[Unit, ...]:
+    def units(self, samples: int) -> tuple[ModelUnit, ...]:
         first, second = self._sizes
         at = (samples - first) / (second - first) if second != first else 0.0
-        made: dict[Any, Unit] = {}
+        made: dict[Any, ModelUnit] = {}
         found = []
         for index in range(len(self.groups)):
             facts = self._facts(index, at)

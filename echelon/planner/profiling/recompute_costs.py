@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from echelon.planner.profiling.fake_step import Call, Passed
-from echelon.planner.profiling.observe import Event, Span
+from echelon.planner.profiling.fake_step import FakePass, UnitCall
+from echelon.planner.profiling.op_tracer import MemoryEvent, OpSpan
 
 RECENT = 2  # results that are still needed where nothing is kept: an operation's input and its output
 
-Pair = tuple[Span, Span]  # the same span of a smaller and of a larger batch
+Pair = tuple[OpSpan, OpSpan]  # the same span of a smaller and of a larger batch
 
 
 @dataclass(frozen=True)
-class Times:
+class UnitSpans:
     """A unit's spans, in order: glue and module for each of its calls, and what comes after the last unit."""
 
     glue: tuple[Pair, ...]
@@ -23,7 +23,7 @@ class Times:
 
 
 def figures_again(
-    passes: tuple[Passed, Passed], groups: Sequence[Sequence[int]], index: int, at: float
+    passes: tuple[FakePass, FakePass], groups: Sequence[Sequence[int]], index: int, at: float
 ) -> dict[str, float]:
     """Of one unit, what ``anatomy.Unit`` has beyond its plain passes. ``at`` 0 is the first pass, 1 the second."""
     small, large = passes
@@ -31,10 +31,10 @@ def figures_again(
     is_last = index == len(groups) - 1
     tail = ((small.tail, large.tail),) if is_last else ()
     tail_back = ((small.tail_back, large.tail_back),) if is_last else ()
-    there = Times(
+    there = UnitSpans(
         tuple((a.glue, b.glue) for a, b in calls), tuple((a.measured.unit, b.measured.unit) for a, b in calls), tail
     )
-    back = Times(
+    back = UnitSpans(
         tuple((a.glue_back, b.glue_back) for a, b in calls),
         tuple((a.measured.unit_back, b.measured.unit_back) for a, b in calls),
         tail_back,
@@ -51,7 +51,7 @@ def figures_again(
     }
 
 
-def crossings(passed: Passed, groups: Sequence[Sequence[int]]) -> list[float]:
+def crossings(passed: FakePass, groups: Sequence[Sequence[int]]) -> list[float]:
     """Bytes of what was made before each unit and is used by it or a later one."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -71,7 +71,9 @@ def crossings(passed: Passed, groups: Sequence[Sequence[int]]) -> list[float]:
     ]
 
 
-def _kept(small: Passed, large: Passed, calls: Sequence[tuple[Call, Call]], there: Times, at: float) -> float:
+def _kept(
+    small: FakePass, large: FakePass, calls: Sequence[tuple[UnitCall, UnitCall]], there: UnitSpans, at: float
+) -> float:
     """What goes into the module and what glue keeps, each storage once; neither weights nor the batch."""
     found: dict[int, float] = {}
     for a, b in calls:
@@ -83,7 +85,7 @@ def _kept(small: Passed, large: Passed, calls: Sequence[tuple[Call, Call]], ther
     return sum(size for number, size in found.items() if number not in small.weights and number not in small.batch)
 
 
-class Level:
+class MemoryLevel:
     """How many bytes there are beyond those at the beginning, and the most there were."""
 
     def __init__(self, at: float) -> None:
@@ -125,19 +127,19 @@ def between(one: float, other: float, at: float) -> float:
     return one + (other - one) * at
 
 
-def _events(pairs: Iterable[Pair]) -> Iterator[tuple[Event, Event]]:
+def _events(pairs: Iterable[Pair]) -> Iterator[tuple[MemoryEvent, MemoryEvent]]:
     for small, large in pairs:
         yield from zip(small.events, large.events, strict=True)
 
 
-def peak_with_gradients(back: Times, gradients: Collection[int], at: float) -> float:
+def peak_with_gradients(back: UnitSpans, gradients: Collection[int], at: float) -> float:
     """The most in backward where gradients of weights stay."""
-    level = Level(at)
+    level = MemoryLevel(at)
     level.play(_way_back(back), stay=gradients)
     return level.peak
 
 
-def _way_back(back: Times) -> Iterator[Pair]:
+def _way_back(back: UnitSpans) -> Iterator[Pair]:
     yield from back.tail
     for module, glue in zip(reversed(back.module), reversed(back.glue), strict=True):
         yield module
@@ -147,9 +149,9 @@ def _way_back(back: Times) -> Iterator[Pair]:
 # ---- recomputed ----
 
 
-def forward_again(there: Times, outputs: Sequence[Collection[int]], at: float) -> float:
+def forward_again(there: UnitSpans, outputs: Sequence[Collection[int]], at: float) -> float:
     """The most in forward where the module keeps nothing inside it."""
-    level = Level(at)
+    level = MemoryLevel(at)
     for glue, module, made in zip(there.glue, there.module, outputs, strict=True):
         level.play([glue])
         level.play_unkept(module, made)
@@ -158,11 +160,16 @@ def forward_again(there: Times, outputs: Sequence[Collection[int]], at: float) -
 
 
 def backward_again(
-    there: Times, back: Times, outputs: Sequence[Collection[int]], gradients: Collection[int], at: float, whole: bool
+    there: UnitSpans,
+    back: UnitSpans,
+    outputs: Sequence[Collection[int]],
+    gradients: Collection[int],
+    at: float,
+    whole: bool,
 ) -> float:
     """The most in backward where a module runs again before its own way back. ``whole``: gradients of weights stay."""
     stay, without = (gradients, ()) if whole else ((), gradients)
-    level = Level(at)
+    level = MemoryLevel(at)
     level.play(back.tail, stay, without)
     calls = zip(there.module, back.module, back.glue, outputs, strict=True)
     for module, module_back, glue_back, made in reversed(list(calls)):
@@ -172,7 +179,7 @@ def backward_again(
     return level.peak
 
 
-def deferred(there: Times, back: Times, weights: Collection[int], at: float) -> float:
+def deferred(there: UnitSpans, back: UnitSpans, weights: Collection[int], at: float) -> float:
     """What kernels read that make gradients of weights, each storage once."""
     sizes: dict[int, float] = {}
     pairs = (*there.glue, *there.module, *there.tail, *back.glue, *back.module, *back.tail)
@@ -192,7 +199,7 @@ def deferred(there: Times, back: Times, weights: Collection[int], at: float) -> 
     return sum(sizes[number] for number in read if number in sizes and number not in weights)
 
 
-def casts(there: Times, weights: Collection[int], at: float) -> float:
+def casts(there: UnitSpans, weights: Collection[int], at: float) -> float:
     """Copies of weights in another precision."""
     found = 0.0
     for small, large in (*there.glue, *there.module, *there.tail):

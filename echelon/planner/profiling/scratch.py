@@ -19,7 +19,7 @@ BLOCK = 16  # channels
 FEW = 4  # channels that are read as they are
 
 
-def around(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[float, float]:
+def scratch_bytes(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[float, float]:
     """Bytes beyond what was there, before the results are there and after."""
     packet = func.overloadpacket
     if packet is aten.convolution:
@@ -31,7 +31,7 @@ def around(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[f
     return 0.0, 0.0
 
 
-def around_on_gpu(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[float, float]:
+def scratch_bytes_on_gpu(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[float, float]:
     """The same on a GPU."""
     if func.overloadpacket is aten.convolution_backward and not _channels_last(args[1]):
         return 0.0, _bytes(args[0]) + (_bytes(args[1]) if args[-1][1] else 0.0)

@@ -16,14 +16,14 @@ from torch import nn
 
 from echelon.base.errors import EchelonError
 from echelon.nn.moe import MoE
-from echelon.parallel.tensor import Spread, why_not
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.fake_step import Passed
+from echelon.parallel.tensor import ShardedActivation, why_not
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.fake_step import FakePass
 from echelon.strategy.annotations.marks import Split, within
 
 Marks = dict[str, Split]
 #: Runs the model as one of two ranks, with these marks, telling each named module's inputs to the function.
-Try = Callable[[Marks, dict[str, Callable[[Any], None]]], Passed]
+Try = Callable[[Marks, dict[str, Callable[[Any], None]]], FakePass]
 
 #: A table of fewer words costs less whole than a message.
 MANY_WORDS = 4096
@@ -104,7 +104,7 @@ def _pairs(loose: dict[str, nn.Linear], attempt: Try, marks: Marks) -> dict[str,
 
         def came(name: str, x: Any, fed: dict[str, bool] = fed, order: list[str] = order) -> None:
             order.append(name)
-            fed.setdefault(name, isinstance(x, Spread) and x.along == x.dim() - 1)
+            fed.setdefault(name, isinstance(x, ShardedActivation) and x.along == x.dim() - 1)
 
         tried = {name: _ROW if row else _COLUMN for name, row in wanted.items()}
         if not _works(attempt, marks | tried, {name: _telling(came, name) for name in wanted}):
@@ -140,7 +140,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _works(attempt: Try, marks: Marks, told: dict[str, Callable[[Any], None]]) -> Passed | None:
+def _works(attempt: Try, marks: Marks, told: dict[str, Callable[[Any], None]]) -> FakePass | None:
     try:
         return attempt(marks, told)
     except EchelonError:
@@ -153,7 +153,7 @@ def _gathers(attempt: Try, marks: Marks) -> bool:
     return passed is None or messages(passed).get("all_gather", 0) > 0
 
 
-def messages(passed: Passed) -> dict[str, int]:
+def messages(passed: FakePass) -> dict[str, int]:
     """How many of each kind all units send forward."""
     found: dict[str, int] = {}
     for span in (*(span for call in passed.calls for span in (call.glue, call.measured.unit)), passed.tail):
@@ -191,7 +191,7 @@ def _if_it_works(more: Marks, marks: Marks, attempt: Try) -> Marks:
     return {} if large else more
 
 
-def _rows(passed: Passed) -> float:
+def _rows(passed: FakePass) -> float:
     """Bytes of a number for each row of the loss, generously."""
     return 64.0 * max((size for _, size in passed.calls[0].inputs), default=1.0) if passed.calls else 64.0
 
@@ -222,7 +222,7 @@ def _heads_divide(module: nn.Module, size: int) -> bool:
     return all(count % size == 0 for count in counts if isinstance(count, int) and count > 0)
 
 
-def telling_hooks(shadow: Shadow, told: dict[str, Callable[[Any], None]]) -> None:
+def add_input_hooks(shadow: FakeModel, told: dict[str, Callable[[Any], None]]) -> None:
     """Let each named module of the copy tell what it is given."""
     for name, tell in told.items():
         shadow.model.get_submodule(name).register_forward_pre_hook(lambda _, args, tell=tell: tell(args[0]))

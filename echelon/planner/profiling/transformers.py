@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class ReferenceAttention(nn.Module):
     """Self-attention. ``fused`` False keeps the whole matrix of weights, as training did before fused kernels; scaling
     and masking are part of the softmax then."""
 
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class ReferenceLayer(nn.Module):
     """Attention and an MLP, each beside a shortcut, with the layer norm before (GPT) or after it (BERT)."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.norm_first = norm_first
-        self.attention = Attention(hidden, heads, dropout, causal, fused)
+        self.attention = ReferenceAttention(hidden, heads, dropout, causal, fused)
         self.mlp = nn.Sequential(nn.Linear(hidden, ffn), nn.GELU(), nn.Linear(ffn, hidden))
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.drop = nn.Dropout(dropout)
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         return out
 
 
-class Entrance(nn.Module):
+class TokenEmbedding(nn.Module):
     """Tokens and learned positions."""
 
     def __init__(self, vocabulary: int, sequence: int, hidden: int, dropout: float, norm: bool) -> None:
@@ -74,7 +74,7 @@ class Entrance(nn.Module):
         return out
 
 
-class Exit(nn.Module):
+class VocabularyHead(nn.Module):
     """From what the last layer says to the vocabulary; ``transform`` is BERT's layer before it."""
 
     def __init__(self, hidden: int, vocabulary: int, transform: bool) -> None:
@@ -93,18 +93,28 @@ class Exit(nn.Module):
 def gpt_model(
     layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, ffn: int, dropout: float, fused: bool
 ) -> nn.Sequential:
-    entrance, leave = Entrance(vocabulary, sequence, hidden, dropout, norm=False), Exit(hidden, vocabulary, False)
+    entrance, leave = (
+        TokenEmbedding(vocabulary, sequence, hidden, dropout, norm=False),
+        VocabularyHead(hidden, vocabulary, False),
+    )
     leave.words.weight = entrance.tokens.weight
-    middle = [Layer(hidden, heads, ffn, dropout, causal=True, fused=fused, norm_first=True) for _ in range(layers)]
+    middle = [
+        ReferenceLayer(hidden, heads, ffn, dropout, causal=True, fused=fused, norm_first=True) for _ in range(layers)
+    ]
     return nn.Sequential(entrance, *middle, leave)
 
 
 def bert_model(
     layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, ffn: int, dropout: float, fused: bool
 ) -> nn.Sequential:
-    entrance, leave = Entrance(vocabulary, sequence, hidden, dropout, norm=True), Exit(hidden, vocabulary, True)
+    entrance, leave = (
+        TokenEmbedding(vocabulary, sequence, hidden, dropout, norm=True),
+        VocabularyHead(hidden, vocabulary, True),
+    )
     leave.words.weight = entrance.tokens.weight
-    middle = [Layer(hidden, heads, ffn, dropout, causal=False, fused=fused, norm_first=False) for _ in range(layers)]
+    middle = [
+        ReferenceLayer(hidden, heads, ffn, dropout, causal=False, fused=fused, norm_first=False) for _ in range(layers)
+    ]
     return nn.Sequential(entrance, *middle, leave)
 
 
@@ -154,7 +164,7 @@ class LlamaLayer(nn.Module):
         return out
 
 
-class LlamaExit(nn.Module):
+class LlamaHead(nn.Module):
     def __init__(self, hidden: int, vocabulary: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(hidden)
@@ -169,7 +179,7 @@ def llama_model(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, sequence: int, vocabulary: int
 ) -> nn.Sequential:
     middle = [LlamaLayer(hidden, heads, kv_heads, ffn, sequence) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(vocabulary, hidden), *middle, LlamaExit(hidden, vocabulary))
+    return nn.Sequential(nn.Embedding(vocabulary, hidden), *middle, LlamaHead(hidden, vocabulary))
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.plan.batch_norms import BatchNorm
-from echelon.planner.model_costs import Kernel, Message, Pass, Unit
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.fake_step import Call, Passed
-from echelon.planner.profiling.observe import Event, Span
+from echelon.planner.model_costs import Kernel, ModelUnit, SplitCollective, UnitPass
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.fake_step import FakePass, UnitCall
+from echelon.planner.profiling.op_tracer import MemoryEvent, OpSpan
 
 Groups = Sequence[Sequence[int]]  # of calls: those of one unit
 
 
 @dataclass
-class Held:
+class UnitTensors:
     """The tensors of the model that one unit needs: parameters once each, and its buffers and batch norms."""
 
     parameters: dict[int, Tensor] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Held:
 # ---- which calls are one unit ----
 
 
-def group_calls(passed: Passed) -> list[list[int]]:
+def group_calls(passed: FakePass) -> list[list[int]]:
     """Calls between two calls of one unit belong together, and so do units that no cut may part."""
     calls = passed.calls
     last = {call.name: at for at, call in enumerate(calls)}
@@ -48,7 +48,7 @@ def group_calls(passed: Passed) -> list[list[int]]:
     return groups
 
 
-def _bound(passed: Passed) -> dict[int, int]:
+def _bound(passed: FakePass) -> dict[int, int]:
     """Call -> the last call that it must share a stage with: one that sees the random numbers that glue before it has
     drawn, or what it has changed in place."""
     made: dict[int, int] = {}  # a storage nobody else could make -> the call it belongs to
@@ -70,7 +70,7 @@ def _bound(passed: Passed) -> dict[int, int]:
     return until
 
 
-def _spread(glue: Span, made: dict[int, int], at: int) -> None:
+def _spread(glue: OpSpan, made: dict[int, int], at: int) -> None:
     """What glue makes of such a storage is one as well."""
     for launch in glue.launches:
         origins = [made[number] for number in launch.read if number in made]
@@ -80,16 +80,16 @@ def _spread(glue: Span, made: dict[int, int], at: int) -> None:
                 made.setdefault(number, min(origins))
 
 
-def _changed(call: Call) -> list[int]:
+def _changed(call: UnitCall) -> list[int]:
     return [place for place, (number, _) in enumerate(call.inputs) if number in call.unit.writes]
 
 
 # ---- who holds what ----
 
 
-def holdings(original: nn.Module, shadow: Shadow, passed: Passed, groups: Groups) -> list[Held]:
+def holdings(original: nn.Module, shadow: FakeModel, passed: FakePass, groups: Groups) -> list[UnitTensors]:
     """By the original's tensors (their ids), with the copy's in their place: those may be parts of them."""
-    held = [Held() for _ in groups]
+    held = [UnitTensors() for _ in groups]
     of_call = {at: index for index, group in enumerate(groups) for at in group}
     of_unit = {passed.calls[at].name: index for at, index in of_call.items()}
     originals: dict[int, list[int]] = {}
@@ -116,14 +116,14 @@ def holdings(original: nn.Module, shadow: Shadow, passed: Passed, groups: Groups
     return held
 
 
-def _count_norms(original: nn.Module, of_unit: dict[str, int], held: list[Held]) -> None:
+def _count_norms(original: nn.Module, of_unit: dict[str, int], held: list[UnitTensors]) -> None:
     for name, module in original.named_modules():
         if isinstance(module, BatchNorm):
             inside = next((of_unit[prefix] for prefix in _prefixes(f"{name}.") if prefix in of_unit), 0)
             held[inside].norm_statistics += 2 * module.num_features + 1
 
 
-def _glue(passed: Passed, of_call: dict[int, int]) -> Iterable[tuple[int, Span]]:
+def _glue(passed: FakePass, of_call: dict[int, int]) -> Iterable[tuple[int, OpSpan]]:
     for at, call in enumerate(passed.calls):
         yield of_call[at], call.glue
     yield max(of_call.values(), default=0), passed.tail
@@ -143,7 +143,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Carried:
+class UnitActivationBytes:
     """Bytes of one unit: kept for backward, coming in, and handed on."""
 
     saved: float
@@ -151,7 +151,7 @@ class Carried:
     output: float
 
 
-def carried(passed: Passed, groups: Groups) -> list[Carried]:
+def carried(passed: FakePass, groups: Groups) -> list[UnitActivationBytes]:
     of_call = {at: index for index, group in enumerate(groups) for at in group}
     makers: dict[int, int] = {}
     sizes: dict[int, float] = {}
@@ -171,10 +171,10 @@ def carried(passed: Passed, groups: Groups) -> list[Carried]:
         received[0] = _batch_bytes(passed, groups[0])
         handed_on[-1] = {number for number, _ in passed.calls[groups[-1][-1]].outputs}
     output = [sum(sizes[number] for number in numbers) for numbers in handed_on]
-    return [Carried(*each) for each in zip(saved, received, output, strict=True)]
+    return [UnitActivationBytes(*each) for each in zip(saved, received, output, strict=True)]
 
 
-def _seen(passed: Passed, groups: Groups, index: int) -> set[int]:
+def _seen(passed: FakePass, groups: Groups, index: int) -> set[int]:
     """Storages that the unit and its glue read."""
     found: set[int] = set(passed.tail.reads) if index == len(groups) - 1 else set()
     for at in groups[index]:
@@ -183,12 +183,12 @@ def _seen(passed: Passed, groups: Groups, index: int) -> set[int]:
     return found
 
 
-def _batch_bytes(passed: Passed, group: Sequence[int]) -> float:
+def _batch_bytes(passed: FakePass, group: Sequence[int]) -> float:
     inputs = {number: size for at in group for number, size in passed.calls[at].inputs}
     return sum(size for number, size in inputs.items() if number in passed.batch)
 
 
-def _saved(passed: Passed, groups: Groups, makers: dict[int, int]) -> list[float]:
+def _saved(passed: FakePass, groups: Groups, makers: dict[int, int]) -> list[float]:
     """Of each unit, each storage once in all: with the first unit after the one that made it, or with that one."""
     savers: dict[int, list[int]] = {}
     sizes: dict[int, float] = {}
@@ -210,7 +210,7 @@ def _saved(passed: Passed, groups: Groups, makers: dict[int, int]) -> list[float
     return totals
 
 
-def _kept(call: Call, passed: Passed) -> tuple[float, dict[int, float]]:
+def _kept(call: UnitCall, passed: FakePass) -> tuple[float, dict[int, float]]:
     """What the unit keeps: bytes of its own, and storages that others may know: inputs and outputs."""
     like = call.measured
     saved = {number: size for number, size in like.unit.saved.items() if number not in passed.weights}
@@ -228,25 +228,25 @@ def _kept(call: Call, passed: Passed) -> tuple[float, dict[int, float]]:
 
 
 @dataclass(frozen=True)
-class Spans:
+class UnitPassSpans:
     """What one unit does, forward and back, as it was in one pass."""
 
-    forward: tuple[Span, ...]
-    backward: tuple[Span, ...]
+    forward: tuple[OpSpan, ...]
+    backward: tuple[OpSpan, ...]
     gradients: frozenset[int] | set[int]
 
 
-def spans_of(passed: Passed, groups: Groups, index: int) -> Spans:
+def spans_of(passed: FakePass, groups: Groups, index: int) -> UnitPassSpans:
     calls = [passed.calls[at] for at in groups[index]]
     forward = [span for call in calls for span in (call.glue, call.measured.unit)]
     backward = [span for call in reversed(calls) for span in (call.measured.unit_back, call.glue_back)]
     if index == len(groups) - 1:
         forward.append(passed.tail)
         backward.insert(0, passed.tail_back)
-    return Spans(tuple(forward), tuple(backward), passed.gradients)
+    return UnitPassSpans(tuple(forward), tuple(backward), passed.gradients)
 
 
-def identity(passed: Passed, groups: Groups, index: int) -> tuple[int, ...]:
+def identity(passed: FakePass, groups: Groups, index: int) -> tuple[int, ...]:
     """Equal for units that do the same."""
     calls = [passed.calls[at] for at in groups[index]]
     if index == len(groups) - 1 and not (passed.tail.is_quiet and passed.tail_back.is_quiet):
@@ -254,21 +254,21 @@ def identity(passed: Passed, groups: Groups, index: int) -> tuple[int, ...]:
     return tuple(id(call.measured if call.glue.is_quiet and call.glue_back.is_quiet else call) for call in calls)
 
 
-def alike(small: Spans, large: Spans) -> bool:
+def alike(small: UnitPassSpans, large: UnitPassSpans) -> bool:
     """Whether both did the same operations, so that what is between them is known."""
     pairs = zip((*small.forward, *small.backward), (*large.forward, *large.backward), strict=True)
     return all(_same_steps(one, other) for one, other in pairs)
 
 
-def _same_steps(one: Span, other: Span) -> bool:
+def _same_steps(one: OpSpan, other: OpSpan) -> bool:
     kinds = [launch.kind for launch in one.launches] == [launch.kind for launch in other.launches]
     signs = [event.bytes > 0 for event in one.events] == [event.bytes > 0 for event in other.events]
     return kinds and signs and len(one.messages) == len(other.messages)
 
 
-def unit(name: str, small: Spans, large: Spans, at: float, facts: dict[str, float]) -> Unit:
+def unit(name: str, small: UnitPassSpans, large: UnitPassSpans, at: float, facts: dict[str, float]) -> ModelUnit:
     """``at`` 0 is as in ``small``, 1 as in ``large``."""
-    return Unit(
+    return ModelUnit(
         name=name,
         forward=_pass(small.forward, large.forward, at),
         backward=_pass(small.backward, large.backward, at),
@@ -283,7 +283,7 @@ def between(one: float, other: float, at: float) -> float:
     return one + (other - one) * at
 
 
-def _pass(small: Sequence[Span], large: Sequence[Span], at: float) -> Pass:
+def _pass(small: Sequence[OpSpan], large: Sequence[OpSpan], at: float) -> UnitPass:
     kernels: dict[Any, int] = {}
     messages: dict[Any, int] = {}
     for one, other in zip(small, large, strict=True):
@@ -294,9 +294,9 @@ def _pass(small: Sequence[Span], large: Sequence[Span], at: float) -> Pass:
         for (kind, x), (_, y) in zip(one.messages, other.messages, strict=True):
             message = (kind, between(x, y, at))
             messages[message] = messages.get(message, 0) + 1
-    return Pass(
+    return UnitPass(
         tuple(_kernel(key, count) for key, count in kernels.items()),
-        tuple(Message(kind, size, count) for (kind, size), count in messages.items()),
+        tuple(SplitCollective(kind, size, count) for (kind, size), count in messages.items()),
     )
 
 
@@ -305,7 +305,7 @@ def _kernel(key: Any, count: int) -> Kernel:
     return Kernel(kind, flops, size, shape, dtype, count, for_weights)
 
 
-def _peak(small: Sequence[Span], large: Sequence[Span], at: float, without: Iterable[int]) -> float:
+def _peak(small: Sequence[OpSpan], large: Sequence[OpSpan], at: float, without: Iterable[int]) -> float:
     left_out = set(without)
     now = peak = 0.0
     begun = False
@@ -319,12 +319,12 @@ def _peak(small: Sequence[Span], large: Sequence[Span], at: float, without: Iter
     return max(peak, now)
 
 
-def _events(small: Sequence[Span], large: Sequence[Span]) -> Iterable[tuple[Event, Event]]:
+def _events(small: Sequence[OpSpan], large: Sequence[OpSpan]) -> Iterable[tuple[MemoryEvent, MemoryEvent]]:
     for one, other in zip(small, large, strict=True):
         yield from zip(one.events, other.events, strict=True)
 
 
-def mark_weight_kernels(passed: Passed) -> None:
+def mark_weight_kernels(passed: FakePass) -> None:
     """Kernels whose every result becomes a weight's gradient, is cast to one, or is added to it."""
     wanted = set(passed.gradients)
     for span in _backwards(passed):
@@ -337,7 +337,7 @@ def mark_weight_kernels(passed: Passed) -> None:
                     passed.gradients.add(launch.read[0])
 
 
-def _backwards(passed: Passed) -> Iterable[Span]:
+def _backwards(passed: FakePass) -> Iterable[OpSpan]:
     for call in passed.calls:
         yield call.glue_back
         yield call.unit_back

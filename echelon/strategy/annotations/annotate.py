@@ -170,7 +170,7 @@ def _tuple(weights: Sequence[float] | None) -> tuple[float, ...] | None:
 
 
 @strict
-class Marks:
+class ModelMarks:
     """All marks of one model, checked. Of nested equal marks the outermost is kept.
 
     units:      modules that belong to a stage, and which
@@ -194,7 +194,7 @@ class Marks:
         return (self.pipeline.stages or 1) if self.pipeline else 1
 
 
-def collect(model: nn.Module) -> Marks:
+def collect(model: nn.Module) -> ModelMarks:
     """Read the marks on ``model``'s modules; a shared module counts once, under its first name."""
     found = list(_outermost(model, "", {}, set()))
     units = {name: mark.index for name, mark in found if isinstance(mark, Stage)}
@@ -206,7 +206,7 @@ def collect(model: nn.Module) -> Marks:
         )
     chosen = next(iter(pipelines.values()))[1] if pipelines else Pipeline() if units else None
     _check_stages(units, chosen)
-    return Marks(
+    return ModelMarks(
         units=units,
         splits={name: mark for name, mark in found if isinstance(mark, Split)},
         replicates=tuple(name for name, mark in found if isinstance(mark, Replicate)),

@@ -22,7 +22,7 @@ _TAGS = "_echelon_marks"
 
 
 @dataclass
-class _Open:
+class _OpenScope:
     """A mark whose scope is open, and the calls that were running when it was opened."""
 
     mark: Any
@@ -36,7 +36,7 @@ class _Stack(threading.local):
     """A thread builds its own model: another's scopes are none of its business."""
 
     def __init__(self) -> None:
-        self.scopes: list[_Open] = []
+        self.scopes: list[_OpenScope] = []
 
 
 _stack = _Stack()
@@ -81,7 +81,7 @@ class Scope:
         mark = self.opened()
         for outer in _stack.scopes:
             refuse_nesting(outer.mark, mark, f"{mark} inside {outer.mark}")
-        _stack.scopes.append(_Open(mark, str(mark), _running()))
+        _stack.scopes.append(_OpenScope(mark, str(mark), _running()))
         _hooks.acquire()
         return mark
 
@@ -180,12 +180,12 @@ def _on_parameter(owner: nn.Module, name: str, parameter: Any) -> None:
             _tag_by(scope, owner, type(owner).__name__)
 
 
-def _tag_by(scope: _Open, module: nn.Module, name: str) -> None:
+def _tag_by(scope: _OpenScope, module: nn.Module, name: str) -> None:
     tag(module, scope.mark, name)
     scope.tagged = True
 
 
-def _made_inside(module: nn.Module, scope: _Open) -> bool:
+def _made_inside(module: nn.Module, scope: _OpenScope) -> bool:
     """Whether ``module``'s constructor was called inside the scope; not so the module whose constructor opens it.
 
     There is no public hook on construction, so the running calls since the scope was opened are searched for it. It

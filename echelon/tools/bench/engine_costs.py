@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from echelon.distributed.world import World
-from echelon.tools.bench.timing import Row
+from echelon.tools.bench.device_timer import Row
 
 WIDTH, UNITS, ROWS = 16, 8, 32
 MANY = 9  # micro-batches, where one is not enough to tell

@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.planner.cluster.cluster import Curve, read_curve
 from echelon.planner.cost.compute import sort_of
-from echelon.tools.bench.timing import Row
+from echelon.tools.bench.device_timer import Row
 
 Rows = dict[str, list[Row]]
 Points = dict[str, list[tuple[float, float]]]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.distributed.world import World
-from echelon.tools.bench.timing import Row
+from echelon.tools.bench.device_timer import Row
 
 _SMALL = 2**16  # numbers that are summed in the middle of computing
 _TURN, _TURNS = 0.002, 10  # seconds of computing between two sums, and how many there are

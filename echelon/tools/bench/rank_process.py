@@ -18,12 +18,8 @@ import torch.distributed as dist
 
 from echelon.distributed.world import World, init, shutdown
 from echelon.planner.cluster.detect import cores
-from echelon.tools.bench.collectives import collective_rows
-from echelon.tools.bench.engine_costs import engine_rows
-from echelon.tools.bench.kinds import heavy_rows, kind_rows
-from echelon.tools.bench.launch import launch_rows, training_rows
-from echelon.tools.bench.overlap import overlap_rows
-from echelon.tools.bench.products import (
+from echelon.tools.bench.collective_timing import collective_rows
+from echelon.tools.bench.compute_kernels import (
     attention_rows,
     convolution_rows,
     dtypes_of,
@@ -31,8 +27,12 @@ from echelon.tools.bench.products import (
     product_rows,
     thin_rows,
 )
-from echelon.tools.bench.streams import function_rows, stream_row, stream_rows, update_rows
-from echelon.tools.bench.timing import Clock, Row
+from echelon.tools.bench.device_timer import DeviceTimer, Row
+from echelon.tools.bench.engine_costs import engine_rows
+from echelon.tools.bench.kernel_kinds import heavy_rows, kind_rows
+from echelon.tools.bench.launch_overhead import launch_rows, training_rows
+from echelon.tools.bench.memory_bandwidth import function_rows, stream_row, stream_rows, update_rows
+from echelon.tools.bench.overlap import overlap_rows
 
 Rows = dict[str, list[Row]]
 Part = tuple[str, Callable[[], list[Row]]]
@@ -71,7 +71,7 @@ def devices_here(world: World) -> int:
 
 
 def _device_parts(world: World, quick: bool) -> list[Part]:
-    clock = Clock(world.device, 0.01 if quick else 0.04 if world.device.type == "cuda" else 0.2)
+    clock = DeviceTimer(world.device, 0.01 if quick else 0.04 if world.device.type == "cuda" else 0.2)
     dtypes = dtypes_of(clock)
     half = dtypes[-1] if clock.on_gpu else "float32"
     both = dict.fromkeys(("float32", half))
@@ -96,7 +96,7 @@ def _device_parts(world: World, quick: bool) -> list[Part]:
     ]
 
 
-def alone_rows(world: World, clock: Clock) -> list[Row]:
+def alone_rows(world: World, clock: DeviceTimer) -> list[Row]:
     """The first rank with nobody else at work, to see what the others take from it."""
     if world.rank:
         return []

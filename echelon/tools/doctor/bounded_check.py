@@ -16,7 +16,7 @@ class CheckFailed(Exception):
     """The check came to nothing; its message says why."""
 
 
-def bounded(check: Callable[[], T], seconds: float) -> T:
+def run_bounded(check: Callable[[], T], seconds: float) -> T:
     """What ``check`` returns, within ``seconds``; else ``CheckFailed``. One that hangs is left behind in its thread."""
     found: list[T] = []
     broken: list[BaseException] = []
@@ -38,9 +38,9 @@ def bounded(check: Callable[[], T], seconds: float) -> T:
 
 
 def facts_of(check: Callable[[], Facts], seconds: float) -> Facts:
-    """As ``bounded``, with the failure as a fact."""
+    """As ``run_bounded``, with the failure as a fact."""
     try:
-        return bounded(check, seconds)
+        return run_bounded(check, seconds)
     except CheckFailed as failure:
         return {FAILED: str(failure)}
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable
 
 from echelon.tools.doctor.bounded_check import Facts
-from echelon.tools.doctor.store_messages import Board
+from echelon.tools.doctor.store_messages import MessageStore
 
 _ROUNDS, _PATIENCE = 6, 10.0
 
 
-def answer_all(board: Board, hosts: Iterable[int]) -> None:
+def answer_all(board: MessageStore, hosts: Iterable[int]) -> None:
     """The first host's side: tells the time to each of the others in turn."""
     for host in hosts:
         for turn in range(_ROUNDS):
@@ -21,7 +21,7 @@ def answer_all(board: Board, hosts: Iterable[int]) -> None:
             board.put(f"clock/{host}/{turn}/told", time.time())
 
 
-def ask(board: Board, host: int, patience: float) -> Facts:
+def ask(board: MessageStore, host: int, patience: float) -> Facts:
     """Seconds by which our clock is ahead, give or take ``within``: half of the quickest round trip."""
     found: list[tuple[float, float]] = []
     for turn in range(_ROUNDS):

@@ -6,23 +6,23 @@ import os
 
 import torch
 
-from echelon.base.environment import Place
+from echelon.base.environment import RankInfo
 from echelon.distributed.device_choice import choose_device, count_gpus
-from echelon.tools.bench.products import product_row
-from echelon.tools.bench.streams import stream_row
-from echelon.tools.bench.timing import Clock
+from echelon.tools.bench.compute_kernels import product_row
+from echelon.tools.bench.device_timer import DeviceTimer
+from echelon.tools.bench.memory_bandwidth import stream_row
 from echelon.tools.doctor.bounded_check import Facts
 
 #: Side of the square matrices, and bytes read and written: enough to fill the device, and still quick.
 _GPU_SIDE, _CPU_SIDE, _GPU_STREAM, _CPU_STREAM = 8192, 512, 2**30, 2**26
 
 
-def device_of(place: Place) -> torch.device:
+def device_of(place: RankInfo) -> torch.device:
     """Return the device that ``echelon.init`` would choose."""
     return choose_device(place, None, count_gpus())
 
 
-def describe(place: Place) -> Facts:
+def describe(place: RankInfo) -> Facts:
     device = device_of(place)
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     found: Facts = {"device": "CPU", "threads": torch.get_num_threads(), "affinity": ranges(allowed)}
@@ -50,12 +50,12 @@ def ranges(numbers: list[int]) -> str:
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
-def speeds(place: Place) -> Facts:
+def speeds(place: RankInfo) -> Facts:
     """FLOP/s of a large product and bytes/s of memory, all ranks at work at the same time, as in training."""
     device = device_of(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread: events are recorded on its own device
-    clock = Clock(device, 0.04 if device.type == "cuda" else 0.1)
+    clock = DeviceTimer(device, 0.04 if device.type == "cuda" else 0.1)
     side = _GPU_SIDE if clock.on_gpu else _CPU_SIDE
     stream = stream_row(clock, _GPU_STREAM if clock.on_gpu else _CPU_STREAM)
     found: Facts = {"memory": stream["bytes"] / stream["seconds"]}

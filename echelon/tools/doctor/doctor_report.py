@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.tools.doctor.bounded_check import FAILED, Facts
-from echelon.tools.doctor.host_facts import name_of, standing
-from echelon.tools.doctor.wrong_nic import GLOO, NCCL, Standing
+from echelon.tools.doctor.host_facts import host_nics, name_of
+from echelon.tools.doctor.wrong_nic import GLOO, NCCL, HostNics
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """Hosts by their place in the job, ranks by their number."""
 
     world_size: int
@@ -51,9 +51,9 @@ class Report:
         on_gpu = self.ranks and all(facts.get("device", "CPU") != "CPU" for facts in self.ranks.values())
         return [GLOO, NCCL] if on_gpu else [GLOO]
 
-    def standings(self) -> dict[int, Standing]:
-        found = {node: standing(facts) for node, facts in self.hosts.items()}
-        return {node: Standing(self.name(node), one.nics, one.choices) for node, one in found.items()}
+    def nics_by_host(self) -> dict[int, HostNics]:
+        found = {node: host_nics(facts) for node, facts in self.hosts.items()}
+        return {node: HostNics(self.name(node), one.nics, one.choices) for node, one in found.items()}
 
     def part(self, name: str) -> Iterator[tuple[int, Facts]]:
         """That part of every host's facts that was found."""

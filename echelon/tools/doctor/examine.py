@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base import network
-from echelon.base.environment import DOCTOR_RESULT, RESTART_COUNT, Place, find_place
+from echelon.base.environment import DOCTOR_RESULT, RESTART_COUNT, RankInfo, detect_rank_info
 from echelon.base.errors import PeerLost
 from echelon.tools.doctor import clock_offset, device_facts, disk
 from echelon.tools.doctor.bounded_check import FAILED, Facts, facts_of
-from echelon.tools.doctor.doctor_report import Report
+from echelon.tools.doctor.doctor_report import DoctorReport
 from echelon.tools.doctor.host_facts import host_facts, routes
-from echelon.tools.doctor.reachability import Doors, knock_at_all
+from echelon.tools.doctor.reachability import ProbeListeners, probe_hosts
 from echelon.tools.doctor.report_text import text_of
-from echelon.tools.doctor.store_messages import Board, open_board
+from echelon.tools.doctor.store_messages import MessageStore, open_message_store
 from echelon.tools.doctor.verdicts import findings, nic_findings
 
 #: Seconds: to reach the store; for the others to have imported torch; for a host to finish a step; for all of it.
@@ -38,16 +38,16 @@ SEEN = 5.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorOptions:
     checkpoint: str | None
     json: str | None
     quick: bool
 
 
 def main() -> None:
-    asked, place = _asked(sys.argv[1:]), find_place()
+    asked, place = _asked(sys.argv[1:]), detect_rank_info()
     try:
-        board = open_board(place, STORE, os.environ.get(RESTART_COUNT, "0"))
+        board = open_message_store(place, STORE, os.environ.get(RESTART_COUNT, "0"))
     except PeerLost:
         time.sleep(START)  # the first rank has its say before the launcher ends it for our failure
         raise
@@ -57,20 +57,20 @@ def main() -> None:
     os._exit(code)  # a check may have left a thread that hangs
 
 
-def _asked(words: list[str]) -> Asked:
+def _asked(words: list[str]) -> DoctorOptions:
     parser = argparse.ArgumentParser(prog="echelon doctor")
     parser.add_argument("--checkpoint")
     parser.add_argument("--json")
     parser.add_argument("--quick", action="store_true")
-    return Asked(**vars(parser.parse_args(words)))
+    return DoctorOptions(**vars(parser.parse_args(words)))
 
 
 class Examination:
     """The same steps on every rank; some are for leaders, and the first rank collects."""
 
-    def __init__(self, asked: Asked, place: Place, board: Board) -> None:
+    def __init__(self, asked: DoctorOptions, place: RankInfo, board: MessageStore) -> None:
         self._asked, self._place, self._board = asked, place, board
-        self._report = Report(place.world_size, asked.checkpoint, asked.quick, _where(place))
+        self._report = DoctorReport(place.world_size, asked.checkpoint, asked.quick, _where(place))
         self._first, self._leader = place.rank == 0, place.local_rank == 0
         self._node = place.node_rank
 
@@ -94,10 +94,10 @@ class Examination:
         report = self._report
         facts = host_facts()
         report.ranks = self._board.gather("rank", range(self._place.world_size), START)
-        doors = Doors(network.nics())
+        doors = ProbeListeners(network.nics())
         self._board.put(f"doors/{self._node}", doors.card)
         cards = self._board.gather("doors", self._others, STEP)
-        knocks = knock_at_all(cards)
+        knocks = probe_hosts(cards)
         facts["routes"] = facts_of(partial(self._routes, cards, knocks), STEP)
         facts |= self._clock()
         if self._asked.checkpoint is not None:
@@ -222,7 +222,7 @@ class Examination:
         return 0
 
 
-def _where(place: Place) -> str:
+def _where(place: RankInfo) -> str:
     """Where the store is, and on which interface if it is ours: a wrong one is why ranks of other hosts never come."""
     carrier = network.interface_with(place.master_addr)
     return f"{place.master_addr}:{place.master_port}" + (f" on {carrier}" if carrier else "")

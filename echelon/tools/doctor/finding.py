@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     sentence: str
     #: a job will fail or hang by it; without it, a job may be slow, or fail later
     wrong: bool = False

@@ -11,7 +11,7 @@ from echelon.base.network import Nic
 from echelon.tools.doctor import machine
 from echelon.tools.doctor.bounded_check import Facts, facts_of
 from echelon.tools.doctor.redact import variables
-from echelon.tools.doctor.wrong_nic import Choice, Standing, gloo_choice, nccl_choice
+from echelon.tools.doctor.wrong_nic import HostNics, NicChoice, gloo_choice, nccl_choice
 
 PATIENCE = 10.0
 
@@ -37,13 +37,13 @@ def network_facts() -> Facts:
     }
 
 
-def standing(host: Facts) -> Standing:
+def host_nics(host: Facts) -> HostNics:
     """Of a host, from the facts that it sent."""
     found = host["network"]
-    return Standing(
+    return HostNics(
         name_of(host),
         [Nic(**nic) for nic in found.get("nics", [])],
-        [Choice(**choice) for choice in found.get("choices", [])],
+        [NicChoice(**choice) for choice in found.get("choices", [])],
     )
 
 

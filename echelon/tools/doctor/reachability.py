@@ -22,7 +22,7 @@ PATIENCE, _AT_ONCE = 3.0, 32
 REACHED = ""
 
 
-class Doors:
+class ProbeListeners:
     """A listening port on every address of this host, until closed. ``card`` is what others need to call there."""
 
     def __init__(self, nics: list[network.Nic]) -> None:
@@ -57,7 +57,7 @@ class Doors:
             listener.close()
 
 
-def knock(address: str, port: int, word: str) -> str:
+def probe_port(address: str, port: int, word: str) -> str:
     """``REACHED``, or why not."""
     try:
         with socket.create_connection((address, port), timeout=PATIENCE) as connection:
@@ -69,11 +69,11 @@ def knock(address: str, port: int, word: str) -> str:
     return REACHED if said == word.encode() else "another host has that address too"
 
 
-def knock_at_all(cards: Mapping[int, Any]) -> dict[int, dict[str, str]]:
+def probe_hosts(cards: Mapping[int, Any]) -> dict[int, dict[str, str]]:
     """By host and interface: ``REACHED``, or why not."""
     calls = [(host, nic, *door, card["word"]) for host, card in cards.items() for nic, door in card["where"].items()]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = list(pool.map(lambda call: knock(*call[2:]), calls))
+        answers = list(pool.map(lambda call: probe_port(*call[2:]), calls))
     found: dict[int, dict[str, str]] = {host: {} for host in cards}
     for (host, nic, *_), answer in zip(calls, answers, strict=True):
         found[host][nic] = answer

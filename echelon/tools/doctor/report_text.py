@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from echelon.tools.doctor.bounded_check import FAILED, Facts
-from echelon.tools.doctor.doctor_report import Report
-from echelon.tools.doctor.finding import Finding
+from echelon.tools.doctor.doctor_report import DoctorReport
+from echelon.tools.doctor.finding import DoctorFinding
 from echelon.tools.doctor.reachability import REACHED
 from echelon.tools.doctor.slowness import DISK, RANK, disk_speeds, rank_speeds, slow_hosts, slow_ones, slow_pairs
 
@@ -19,7 +19,7 @@ SLOW = "<-- slow"
 _PAIRS_SHOWN = 40
 
 
-def text_of(report: Report, found: Sequence[Finding]) -> str:
+def text_of(report: DoctorReport, found: Sequence[DoctorFinding]) -> str:
     lines = [_title(report), *_verdict(found)]
     for node, host in report.hosts.items():
         lines += ["", f"host {report.name(node)}", *_host_lines(report, node, host)]
@@ -27,13 +27,13 @@ def text_of(report: Report, found: Sequence[Finding]) -> str:
     return "\n".join(line.rstrip() for line in lines).encode("ascii", "replace").decode()
 
 
-def _title(report: Report) -> str:
+def _title(report: DoctorReport) -> str:
     quick = ", quick" if report.quick else ""
     hosts, ranks = _count(len(report.hosts), "host"), _count(report.world_size, "rank")
     return f"echelon doctor, {report.when}: {hosts}, {ranks}{quick}"
 
 
-def _verdict(found: Sequence[Finding]) -> list[str]:
+def _verdict(found: Sequence[DoctorFinding]) -> list[str]:
     if not found:
         return ["nothing is wrong"]
     lines = [f"{_count(len(found), 'thing')} to look at (x: wrong; !: may be slow, or go wrong later):"]
@@ -46,7 +46,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _host_lines(report: Report, node: int, host: Facts) -> list[str]:
+def _host_lines(report: DoctorReport, node: int, host: Facts) -> list[str]:
     lines = []
     for name, words in _PARTS.items():
         facts = host.get(name)
@@ -69,18 +69,18 @@ def _entry(label: str, text: str) -> list[str]:
 Entries = Iterator[tuple[str, str]]
 
 
-def _system(report: Report, node: int, facts: Facts) -> Entries:
+def _system(report: DoctorReport, node: int, facts: Facts) -> Entries:
     container = f", in {facts['container']}" if facts["container"] else ""
     yield "system", f"{facts['os']}, kernel {facts['kernel']}{container}"
 
 
-def _versions(report: Report, node: int, facts: Facts) -> Entries:
+def _versions(report: DoctorReport, node: int, facts: Facts) -> Entries:
     names = {"python": "Python", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
     there = [f"{shown} {facts[name] or 'none'}" for name, shown in names.items()]
     yield "versions", f"{', '.join(there)}, echelon {facts['echelon']} from {facts['from']}"
 
 
-def _capacity(report: Report, node: int, facts: Facts) -> Entries:
+def _capacity(report: DoctorReport, node: int, facts: Facts) -> Entries:
     cores = f"{facts['cores']} cores, {facts['affinity']} by affinity, {facts['usable_cores']} usable"
     yield "processor", f"{facts['processor']}, {cores}, load {facts['load']:.1f}"
     available = facts["available_memory"]
@@ -93,13 +93,13 @@ def _capacity(report: Report, node: int, facts: Facts) -> Entries:
     )
 
 
-def _limits(report: Report, node: int, facts: Facts) -> Entries:
+def _limits(report: DoctorReport, node: int, facts: Facts) -> Entries:
     names = ("nofile", "memlock", "nproc", "core")
     words = [f"{name} {'unlimited' if facts[name] is None else facts[name]}" for name in names]
     yield "limits", ", ".join(words) + (f"; RDMA: {', '.join(facts['rdma'])}" if facts["rdma"] else "")
 
 
-def _network(report: Report, node: int, facts: Facts) -> Entries:
+def _network(report: DoctorReport, node: int, facts: Facts) -> Entries:
     for nic in facts["nics"]:
         speed = f", {nic['speed']} Mb/s" if nic["speed"] else ""
         state = "up" if nic["up"] else "down"
@@ -110,17 +110,17 @@ def _network(report: Report, node: int, facts: Facts) -> Entries:
         yield "ports", f"{facts['ports'][0]}-{facts['ports'][1]} are dealt out by the kernel"
 
 
-def _routes(report: Report, node: int, facts: Facts) -> Entries:
+def _routes(report: DoctorReport, node: int, facts: Facts) -> Entries:
     for other, way in facts.items():
         gateway = f", gateway {way['gateway']}" if way["gateway"] else ""
         yield "route", f"to {report.name(int(other))} ({way['to']}): {way['interface'] or 'none'}{gateway}"
 
 
-def _clock(report: Report, node: int, facts: Facts) -> Entries:
+def _clock(report: DoctorReport, node: int, facts: Facts) -> Entries:
     yield "clock", f"{facts['ahead'] * 1e3:+.2f} ms against host {report.name(0)}, +- {facts['within'] * 1e3:.2f} ms"
 
 
-def _disk(report: Report, node: int, facts: Facts) -> Entries:
+def _disk(report: DoctorReport, node: int, facts: Facts) -> Entries:
     inodes = f", {facts['free_inodes']:,} inodes free" if facts["inodes"] else ""
     same = facts.get("shared")
     shared = "shared or not: unknown" if same is None else "the same on all hosts" if same else "not the first host's"
@@ -131,7 +131,7 @@ def _disk(report: Report, node: int, facts: Facts) -> Entries:
         yield "", f"{rates}, fsync {facts['fsync'] * 1e3:.2f} ms{mark}"
 
 
-def _variables(report: Report, node: int, facts: Facts) -> Entries:
+def _variables(report: DoctorReport, node: int, facts: Facts) -> Entries:
     if facts:
         yield "variables", " ".join(f"{name}={value}" for name, value in facts.items())
 
@@ -149,7 +149,7 @@ _PARTS = {
 }
 
 
-def _rank_lines(report: Report) -> list[str]:
+def _rank_lines(report: DoctorReport) -> list[str]:
     slow = slow_ones(rank_speeds(report), RANK)
     rows = [
         [
@@ -175,7 +175,7 @@ def _speeds(facts: Mapping[str, Any]) -> list[str]:
     return [f"{facts[name] / unit:.3g}" if name in facts else "-" for name, unit in units.items()]
 
 
-def _reach_lines(report: Report) -> list[str]:
+def _reach_lines(report: DoctorReport) -> list[str]:
     """From which host which interface is reached, for those where not all are."""
     lines = []
     for source, targets in report.knocks.items():
@@ -186,7 +186,7 @@ def _reach_lines(report: Report) -> list[str]:
     return ["", "reached on a fresh port, by interface", *lines] if lines else []
 
 
-def _together_lines(report: Report) -> list[str]:
+def _together_lines(report: DoctorReport) -> list[str]:
     facts = report.together
     if FAILED in facts or "left_out" in facts:
         words = f"failed: {facts[FAILED]}" if FAILED in facts else f"left out: {facts['left_out']}"
@@ -197,7 +197,7 @@ def _together_lines(report: Report) -> list[str]:
     return [f"all ranks together, sum ({facts['backend']}): {rates}"]
 
 
-def _pair_lines(report: Report) -> list[str]:
+def _pair_lines(report: DoctorReport) -> list[str]:
     between = report.between()
     hosts = slow_hosts(report).keys()
     slow = {pair for pair in between if hosts & {report.ranks[rank]["node"] for rank in pair}} | {*slow_pairs(report)}
@@ -212,7 +212,7 @@ def _pair_lines(report: Report) -> list[str]:
     return ["", *table(["ranks", "hosts", "latency", "bandwidth", ""], rows), *more]
 
 
-def _pair_row(report: Report, pair: tuple[int, int], row: Facts, mark: str) -> list[str]:
+def _pair_row(report: DoctorReport, pair: tuple[int, int], row: Facts, mark: str) -> list[str]:
     a, b = (report.name(report.ranks[rank]["node"]) for rank in pair)
     hosts = f"within {a}" if a == b else f"{a} - {b}"
     return [

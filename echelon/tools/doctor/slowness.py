@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.tools.doctor.bounded_check import Facts
-from echelon.tools.doctor.doctor_report import Report
-from echelon.tools.doctor.finding import Finding, listed
+from echelon.tools.doctor.doctor_report import DoctorReport
+from echelon.tools.doctor.finding import DoctorFinding, listed
 from echelon.tools.doctor.outliers import slow
 
 
 @dataclass(frozen=True)
-class Measure:
+class SpeedMetric:
     """One figure of a kind of things: where it stands in their facts, and which way is better."""
 
     figure: str
@@ -23,15 +23,17 @@ class Measure:
 
 
 RANK = (
-    Measure("float32", "float32 products"),
-    Measure("bfloat16", "bfloat16 products"),
-    Measure("memory", "its memory"),
+    SpeedMetric("float32", "float32 products"),
+    SpeedMetric("bfloat16", "bfloat16 products"),
+    SpeedMetric("memory", "its memory"),
 )
-PAIR = (Measure("latency", "latency", False), Measure("bandwidth", "bandwidth"))
-DISK = (Measure("write", "writing"), Measure("read", "reading"), Measure("fsync", "fsync", False))
+PAIR = (SpeedMetric("latency", "latency", False), SpeedMetric("bandwidth", "bandwidth"))
+DISK = (SpeedMetric("write", "writing"), SpeedMetric("read", "reading"), SpeedMetric("fsync", "fsync", False))
 
 
-def slow_ones(things: Mapping[Any, Mapping[str, Any]], measures: tuple[Measure, ...]) -> dict[Any, dict[str, float]]:
+def slow_ones(
+    things: Mapping[Any, Mapping[str, Any]], measures: tuple[SpeedMetric, ...]
+) -> dict[Any, dict[str, float]]:
     """Of each thing that is slow in something: in which figures, and how many times slower than the median."""
     found: dict[Hashable, dict[str, float]] = {}
     for measure in measures:
@@ -41,28 +43,28 @@ def slow_ones(things: Mapping[Any, Mapping[str, Any]], measures: tuple[Measure, 
     return found
 
 
-def rank_speeds(report: Report) -> dict[int, dict[str, float]]:
+def rank_speeds(report: DoctorReport) -> dict[int, dict[str, float]]:
     return {rank: facts["speeds"] for rank, facts in report.ranks.items() if "speeds" in facts}
 
 
-def disk_speeds(report: Report) -> dict[int, dict[str, float]]:
+def disk_speeds(report: DoctorReport) -> dict[int, dict[str, float]]:
     return dict(report.part("disk"))
 
 
-def slow_findings(report: Report) -> list[Finding]:
+def slow_findings(report: DoctorReport) -> list[DoctorFinding]:
     ranks = slow_ones(rank_speeds(report), RANK)
     found = [
-        Finding(f"rank {rank} (host {report.name(report.ranks[rank]['node'])}) is slow: {_words(figures, RANK)}")
+        DoctorFinding(f"rank {rank} (host {report.name(report.ranks[rank]['node'])}) is slow: {_words(figures, RANK)}")
         for rank, figures in ranks.items()
     ]
     found += _slow_links(report)
     disks = slow_ones(disk_speeds(report), DISK)
     return found + [
-        Finding(f"host {report.name(node)}: its disk is slow: {_words(of, DISK)}") for node, of in disks.items()
+        DoctorFinding(f"host {report.name(node)}: its disk is slow: {_words(of, DISK)}") for node, of in disks.items()
     ]
 
 
-def slow_hosts(report: Report) -> dict[int, dict[str, float]]:
+def slow_hosts(report: DoctorReport) -> dict[int, dict[str, float]]:
     """Hosts of which even the best link is slow. Of three hosts with a slow one among them two links in three are."""
     links: dict[int, list[Facts]] = {}
     for pair, row in report.between().items():
@@ -71,17 +73,17 @@ def slow_hosts(report: Report) -> dict[int, dict[str, float]]:
     return slow_ones({node: _best(rows) for node, rows in links.items()}, PAIR)
 
 
-def slow_pairs(report: Report) -> dict[tuple[int, int], dict[str, float]]:
+def slow_pairs(report: DoctorReport) -> dict[tuple[int, int], dict[str, float]]:
     """Among the pairs of the other hosts."""
     hosts = slow_hosts(report)
     rest = {pair: row for pair, row in report.between().items() if not hosts.keys() & set(_nodes(report, pair))}
     return slow_ones(rest, PAIR)
 
 
-def _slow_links(report: Report) -> list[Finding]:
+def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
     """Hosts that are slow to all, then hosts that are slow to one another, then single pairs of ranks."""
     found = [
-        Finding(f"host {report.name(node)}: its network is slow: {_words(figures, PAIR)} of the hosts")
+        DoctorFinding(f"host {report.name(node)}: its network is slow: {_words(figures, PAIR)} of the hosts")
         for node, figures in slow_hosts(report).items()
     ]
     links: dict[tuple[int, int], list[Facts]] = {}
@@ -90,13 +92,13 @@ def _slow_links(report: Report) -> list[Finding]:
             links.setdefault(_nodes(report, pair), []).append(row)
     couples = slow_ones({nodes: _typical(rows) for nodes, rows in links.items()}, PAIR)
     found += [
-        Finding(f"between hosts {report.name(a)} and {report.name(b)} it is slow: {_words(figures, PAIR)}")
+        DoctorFinding(f"between hosts {report.name(a)} and {report.name(b)} it is slow: {_words(figures, PAIR)}")
         for (a, b), figures in couples.items()
     ]
     for pair, figures in slow_pairs(report).items():
         if _nodes(report, pair) not in couples:
             a, b = (f"{rank} (host {report.name(report.ranks[rank]['node'])})" for rank in pair)
-            found.append(Finding(f"between rank {a} and rank {b} it is slow: {_words(figures, PAIR)}"))
+            found.append(DoctorFinding(f"between rank {a} and rank {b} it is slow: {_words(figures, PAIR)}"))
     return found
 
 
@@ -107,7 +109,7 @@ def _best(rows: list[Facts]) -> Facts:
     }
 
 
-def _nodes(report: Report, pair: tuple[int, int]) -> tuple[int, int]:
+def _nodes(report: DoctorReport, pair: tuple[int, int]) -> tuple[int, int]:
     return int(report.ranks[pair[0]]["node"]), int(report.ranks[pair[1]]["node"])
 
 
@@ -115,7 +117,7 @@ def _typical(rows: list[Facts]) -> Facts:
     return {measure.figure: statistics.median(row[measure.figure] for row in rows) for measure in PAIR}
 
 
-def _words(figures: Mapping[str, float], measures: tuple[Measure, ...]) -> str:
+def _words(figures: Mapping[str, float], measures: tuple[SpeedMetric, ...]) -> str:
     words = [
         f"{measure.words} {figures[measure.figure]:.1f}x worse" for measure in measures if measure.figure in figures
     ]

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from echelon.base.environment import RESTART_COUNT, Place
+from echelon.base.environment import RESTART_COUNT, RankInfo
 from echelon.base.errors import PeerLost
 
 
-class Board:
+class MessageStore:
     """Keys are written once. Every wait is bounded."""
 
     def __init__(self, store: Store) -> None:
@@ -54,10 +54,10 @@ class Board:
         return {number: value for number, value in found.items() if value is not None}
 
 
-def open_board(place: Place, seconds: float, attempt: str) -> Board:
+def open_message_store(place: RankInfo, seconds: float, attempt: str) -> MessageStore:
     """At the launcher's store, where every rank of the job finds it."""
     if place.world_size == 1:
-        return Board(HashStore())
+        return MessageStore(HashStore())
     try:
         store = TCPStore(
             place.master_addr,
@@ -71,4 +71,4 @@ def open_board(place: Place, seconds: float, attempt: str) -> Board:
             f"rank {place.rank} could not reach the first host's store at {place.master_addr}:{place.master_port} "
             f"within {seconds:g} s; is that address reachable from here, and no firewall in between?"
         ) from None
-    return Board(PrefixStore(f"{RESTART_COUNT}-{attempt}/doctor", store))
+    return MessageStore(PrefixStore(f"{RESTART_COUNT}-{attempt}/doctor", store))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from echelon.base.environment import LOOPBACK
 from echelon.tools.doctor.bounded_check import FAILED
-from echelon.tools.doctor.doctor_report import Report
-from echelon.tools.doctor.finding import Finding, listed
+from echelon.tools.doctor.doctor_report import DoctorReport
+from echelon.tools.doctor.finding import DoctorFinding, listed
 from echelon.tools.doctor.slowness import slow_findings
-from echelon.tools.doctor.wrong_nic import judge
+from echelon.tools.doctor.wrong_nic import find_nic_problems
 
 GIB = 1024.0**3
 #: Below these somebody is usually surprised later.
@@ -25,20 +25,20 @@ OCCUPIED = 0.2
 _ALIKE = {"torch": True, "nccl": True, "echelon": True, "cuda": False, "driver": False, "python": False}
 
 
-def findings(report: Report) -> list[Finding]:
+def findings(report: DoctorReport) -> list[DoctorFinding]:
     """What is wrong first."""
     found = [one for part in _PARTS for one in part(report)]
     return sorted(dict.fromkeys(found), key=lambda one: not one.wrong)
 
 
-def nic_findings(report: Report) -> list[Finding]:
-    return judge(report.standings(), report.knocks, report.used)
+def nic_findings(report: DoctorReport) -> list[DoctorFinding]:
+    return find_nic_problems(report.nics_by_host(), report.knocks, report.used)
 
 
-def _absent(report: Report) -> Iterator[Finding]:
+def _absent(report: DoctorReport) -> Iterator[DoctorFinding]:
     if missing := report.missing_ranks:
         names = listed([str(rank) for rank in missing])
-        yield Finding(
+        yield DoctorFinding(
             f"rank {names} of {report.world_size} did not report, although its launcher came; either it cannot reach "
             f"the store of the first host at {report.store} (an interface, or --nic, that the others do not reach; a "
             "firewall), or it hangs while importing torch: look at its log",
@@ -46,33 +46,37 @@ def _absent(report: Report) -> Iterator[Finding]:
         )
     for node in sorted({facts["node"] for facts in report.ranks.values()} - set(report.hosts)):
         ranks = listed([str(rank) for rank in report.ranks_of(node)])
-        yield Finding(
+        yield DoctorFinding(
             f"the host of rank {ranks} did not end its checks in time; look at its disk and name service", True
         )
 
 
-def _failed_checks(report: Report) -> Iterator[Finding]:
+def _failed_checks(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, host in report.hosts.items():
         for name, facts in host.items():
             if isinstance(facts, dict) and FAILED in facts:
-                yield Finding(f"host {report.name(node)}: the check of {name} failed: {facts[FAILED]}", name == "disk")
+                yield DoctorFinding(
+                    f"host {report.name(node)}: the check of {name} failed: {facts[FAILED]}", name == "disk"
+                )
     for rank, facts in report.ranks.items():
         for part in (facts, facts.get("speeds", {})):
             if FAILED in part:
-                yield Finding(f"rank {rank}: the check of its device failed: {part[FAILED]}", wrong=True)
+                yield DoctorFinding(f"rank {rank}: the check of its device failed: {part[FAILED]}", wrong=True)
 
 
-def _versions(report: Report) -> Iterator[Finding]:
+def _versions(report: DoctorReport) -> Iterator[DoctorFinding]:
     for name, matters in _ALIKE.items():
         there: dict[str, list[str]] = {}
         for node, facts in report.part("versions"):
             there.setdefault(str(facts[name]), []).append(report.name(node))
         if len(there) > 1:
             words = "; ".join(f"{version} on {listed(names)}" for version, names in sorted(there.items()))
-            yield Finding(f"{name} is not the same on all hosts: {words}; install one version everywhere", matters)
+            yield DoctorFinding(
+                f"{name} is not the same on all hosts: {words}; install one version everywhere", matters
+            )
 
 
-def _unused_gpus(report: Report) -> Iterator[Finding]:
+def _unused_gpus(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, facts in report.part("versions"):
         if facts["driver"] and not facts["gpus"]:
             why = (
@@ -81,69 +85,75 @@ def _unused_gpus(report: Report) -> Iterator[Finding]:
                 else f"torch is built for CUDA {facts['cuda']}; is the driver too old for it, or CUDA_VISIBLE_DEVICES "
                 "empty, or the container started without --gpus all?"
             )
-            yield Finding(f"host {report.name(node)}: driver {facts['driver']} is there, but torch sees no GPU: {why}")
+            yield DoctorFinding(
+                f"host {report.name(node)}: driver {facts['driver']} is there, but torch sees no GPU: {why}"
+            )
 
 
-def _processors(report: Report) -> Iterator[Finding]:
+def _processors(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, facts in report.part("capacity"):
         ranks, cores, name = report.ranks_of(node), facts["usable_cores"], report.name(node)
         on_cpu = all(report.ranks[rank].get("device") == "CPU" for rank in ranks)
         threads = sum(report.ranks[rank].get("threads", 1) for rank in ranks)
         if facts["load"] > BUSY * cores and not report.quick:
-            yield Finding(f"host {name}: others are at work (load {facts['load']:.1f} on {cores} cores); speeds suffer")
+            yield DoctorFinding(
+                f"host {name}: others are at work (load {facts['load']:.1f} on {cores} cores); speeds suffer"
+            )
         if cores < facts["affinity"]:
             words = f"host {name}: the container may use {cores} of {facts['affinity']} cores (its CPU quota)"
-            yield Finding(f"{words}; more threads than that are stopped for parts of every 100 ms")
+            yield DoctorFinding(f"{words}; more threads than that are stopped for parts of every 100 ms")
         if len(ranks) > cores:
-            yield Finding(f"host {name}: {len(ranks)} ranks share {cores} cores; start fewer (--procs)")
+            yield DoctorFinding(f"host {name}: {len(ranks)} ranks share {cores} cores; start fewer (--procs)")
         elif on_cpu and threads > cores:
-            yield Finding(
+            yield DoctorFinding(
                 f"host {name}: {len(ranks)} ranks have {threads} threads for {cores} cores; "
                 f"set OMP_NUM_THREADS={max(1, cores // len(ranks))}"
             )
 
 
-def _memory(report: Report) -> Iterator[Finding]:
+def _memory(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, facts in report.part("capacity"):
         name, ranks = report.name(node), max(1, len(report.ranks_of(node)))
         shared = facts["shared_memory"]
         if shared is None or shared < LEAST_SHARED:
             has = "is not there" if shared is None else f"has {shared / 2**20:.0f} MB"
-            yield Finding(
+            yield DoctorFinding(
                 f"host {name}: /dev/shm {has}; workers of data loaders and NCCL share memory through it, and end with "
                 "a bus error when it is full: docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with "
                 "medium: Memory at /dev/shm"
             )
         if facts["usable_memory"] / ranks < LEAST_MEMORY:
-            yield Finding(f"host {name}: {facts['usable_memory'] / GIB:.1f} GiB of memory for {ranks} ranks")
+            yield DoctorFinding(f"host {name}: {facts['usable_memory'] / GIB:.1f} GiB of memory for {ranks} ranks")
 
 
-def _limits(report: Report) -> Iterator[Finding]:
+def _limits(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, facts in report.part("limits"):
         name, here = report.name(node), len(report.ranks_of(node))
         files, processes = 256 + 8 * report.world_size, 256 + 128 * here
         if facts["nofile"] is not None and facts["nofile"] < files:
-            yield Finding(f"host {name}: ulimit -n is {facts['nofile']}; {report.world_size} ranks want {files}")
+            yield DoctorFinding(f"host {name}: ulimit -n is {facts['nofile']}; {report.world_size} ranks want {files}")
         if facts["nproc"] is not None and facts["nproc"] < processes:
-            yield Finding(f"host {name}: ulimit -u is {facts['nproc']}; {here} ranks want {processes}, with threads")
+            yield DoctorFinding(
+                f"host {name}: ulimit -u is {facts['nproc']}; {here} ranks want {processes}, with threads"
+            )
         if facts["rdma"] and facts["memlock"] is not None:
-            yield Finding(
+            yield DoctorFinding(
                 f"host {name}: ulimit -l is {facts['memlock'] // 1024} KB, and {listed(facts['rdma'])} does RDMA, "
                 "which locks its buffers in memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
             )
 
 
-def _names(report: Report) -> Iterator[Finding]:
+def _names(report: DoctorReport) -> Iterator[DoctorFinding]:
     """What a host's own name leads to matters to whoever is not started by ``echelon run``."""
     if len(report.hosts) < 2:
         return
     for node, facts in report.part("network"):
         name, own = report.name(node), facts["own_address"]
         if own is None:
-            yield Finding(f"host {name}: its own name has no address; write it into /etc/hosts")
+            yield DoctorFinding(f"host {name}: its own name has no address; write it into /etc/hosts")
         elif own.startswith("127.") and not _all_on_loopback(report):
             whose = " (Debian's /etc/hosts)" if own == "127.0.1.1" else ""
-            yield Finding(
+            yield DoctorFinding(
                 f"host {name}: its own name resolves to {own}{whose}, which no other host reaches; Gloo takes that "
                 "address where GLOO_SOCKET_IFNAME is not set (echelon run sets it, torchrun does not): give the name "
                 "the host's real address in /etc/hosts"
@@ -153,17 +163,17 @@ def _names(report: Report) -> Iterator[Finding]:
         machines.setdefault(facts["name"], set()).add(facts["machine"])
     for name, there in machines.items():
         if len(there) > 1:
-            yield Finding(
+            yield DoctorFinding(
                 f"{len(there)} hosts are called {name}; give each a name of its own, or logs cannot be told apart"
             )
 
 
-def _all_on_loopback(report: Report) -> bool:
+def _all_on_loopback(report: DoctorReport) -> bool:
     """Launchers on one machine that meet on loopback."""
     return all(any(choice["address"] == LOOPBACK for choice in facts["choices"]) for _, facts in report.part("network"))
 
 
-def _interfaces(report: Report) -> Iterator[Finding]:
+def _interfaces(report: DoctorReport) -> Iterator[DoctorFinding]:
     sizes: dict[int, list[str]] = {}
     for node, facts in report.part("network"):
         chosen = {choice["nic"] for choice in facts["choices"] if choice["variable"] in report.used}
@@ -172,59 +182,61 @@ def _interfaces(report: Report) -> Iterator[Finding]:
                 sizes.setdefault(nic["mtu"], []).append(f"{report.name(node)} ({nic['name']})")
         if facts["ports"] and facts["ports"][1] - facts["ports"][0] + 1 < LEAST_PORTS:
             first, last = facts["ports"]
-            yield Finding(
+            yield DoctorFinding(
                 f"host {report.name(node)}: the kernel deals out only ports {first}-{last} "
                 "(net.ipv4.ip_local_port_range); connections of many ranks may run out of them"
             )
     if len(sizes) > 1:
         words = "; ".join(f"{size} on {listed(names)}" for size, names in sorted(sizes.items()))
-        yield Finding(f"the MTU differs: {words}; large packets may vanish on the way, which looks like a hang")
+        yield DoctorFinding(f"the MTU differs: {words}; large packets may vanish on the way, which looks like a hang")
 
 
-def _clocks(report: Report) -> Iterator[Finding]:
+def _clocks(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, facts in report.part("clock"):
         if abs(facts["ahead"]) - facts["within"] > CLOCK:
             way = "ahead of" if facts["ahead"] > 0 else "behind"
-            yield Finding(
+            yield DoctorFinding(
                 f"host {report.name(node)}: its clock is {abs(facts['ahead']):.1f} s {way} host {report.name(0)}'s; "
                 "times in logs do not compare, and certificates may not hold: run an NTP service"
             )
 
 
-def _disks(report: Report) -> Iterator[Finding]:
+def _disks(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, facts in report.part("disk"):
         name = report.name(node)
         if facts.get("shared") is False:
-            yield Finding(
+            yield DoctorFinding(
                 f"host {name} does not see what host {report.name(0)} writes to {report.checkpoint}; every rank writes "
                 "its part of a checkpoint there: use a directory that all hosts share",
                 wrong=True,
             )
         if facts["free"] < LEAST_DISK:
-            yield Finding(f"host {name}: {facts['free'] / GIB:.1f} GiB are left in {report.checkpoint}")
+            yield DoctorFinding(f"host {name}: {facts['free'] / GIB:.1f} GiB are left in {report.checkpoint}")
         if facts["inodes"] and facts["free_inodes"] < facts["inodes"] / 100:
-            yield Finding(f"host {name}: {facts['free_inodes']} inodes are left in {report.checkpoint}")
+            yield DoctorFinding(f"host {name}: {facts['free_inodes']} inodes are left in {report.checkpoint}")
 
 
-def _devices(report: Report) -> Iterator[Finding]:
+def _devices(report: DoctorReport) -> Iterator[DoctorFinding]:
     kinds: dict[str, list[str]] = {}
     for rank, facts in report.ranks.items():
         kinds.setdefault(facts.get("device", "?"), []).append(str(rank))
         total, free = facts.get("memory"), facts.get("free_memory")
         if total and free is not None and free < (1 - OCCUPIED) * total:
             used = f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB"
-            yield Finding(f"rank {rank}: {used} of its GPU were in use before the job began; look at nvidia-smi there")
+            yield DoctorFinding(
+                f"rank {rank}: {used} of its GPU were in use before the job began; look at nvidia-smi there"
+            )
     if len(kinds) > 1:
         words = "; ".join(f"{kind}: rank {listed(ranks)}" for kind, ranks in kinds.items())
-        yield Finding(f"devices differ, and the slowest sets the pace: {words}")
+        yield DoctorFinding(f"devices differ, and the slowest sets the pace: {words}")
 
 
-def _joining(report: Report) -> Iterator[Finding]:
+def _joining(report: DoctorReport) -> Iterator[DoctorFinding]:
     together = report.together
     if FAILED in together:
-        yield Finding(f"the ranks could not talk through torch.distributed: {together[FAILED]}", wrong=True)
+        yield DoctorFinding(f"the ranks could not talk through torch.distributed: {together[FAILED]}", wrong=True)
     if together.get("right") is False:
-        yield Finding("a sum over all ranks came out wrong; look at the devices and their memory", wrong=True)
+        yield DoctorFinding("a sum over all ranks came out wrong; look at the devices and their memory", wrong=True)
 
 
 _PARTS = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.base.network import Nic
-from echelon.tools.doctor.finding import Finding, listed
+from echelon.tools.doctor.finding import DoctorFinding, listed
 from echelon.tools.doctor.reachability import REACHED
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -18,7 +18,7 @@ Knocks = Mapping[int, Mapping[int, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class NicChoice:
     """What one library takes on one host; without ``nic`` it finds none."""
 
     variable: str
@@ -37,15 +37,15 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Standing:
+class HostNics:
     """What is to be judged of a host."""
 
     name: str
     nics: Sequence[Nic]
-    choices: Sequence[Choice]
+    choices: Sequence[NicChoice]
 
 
-def gloo_choice(env: Mapping[str, str], nics: Sequence[Nic], own: str | None) -> Choice:
+def gloo_choice(env: Mapping[str, str], nics: Sequence[Nic], own: str | None) -> NicChoice:
     """Names as they are, else the interface of what the host's own name resolves to (``own``)."""
     if said := env.get(GLOO):
         names = said.split(",")
@@ -54,10 +54,10 @@ def gloo_choice(env: Mapping[str, str], nics: Sequence[Nic], own: str | None) ->
         own_nic = next((nic for nic in nics if nic.address and nic.address.startswith("127.")), None)
     else:
         own_nic = next((nic for nic in nics if own is not None and nic.address == own), None)
-    return Choice(GLOO, None, own_nic.name if own_nic else None, own)
+    return NicChoice(GLOO, None, own_nic.name if own_nic else None, own)
 
 
-def nccl_choice(env: Mapping[str, str], nics: Sequence[Nic]) -> Choice:
+def nccl_choice(env: Mapping[str, str], nics: Sequence[Nic]) -> NicChoice:
     """Prefixes; ``=`` before them: names; ``^``: all but these. Else ib..., then the first that is no inner one."""
     usable = [nic for nic in nics if nic.up and nic.address]
     if said := env.get(NCCL):
@@ -75,11 +75,11 @@ def _matches(name: str, said: str) -> bool:
     return any(name == word if exact else name.startswith(word) for word in words) is not but
 
 
-def _choice(variable: str, said: str | None, nic: Nic | None) -> Choice:
-    return Choice(variable, said, nic.name if nic else None, nic.address if nic else None)
+def _choice(variable: str, said: str | None, nic: Nic | None) -> NicChoice:
+    return NicChoice(variable, said, nic.name if nic else None, nic.address if nic else None)
 
 
-def judge(hosts: Mapping[int, Standing], knocks: Knocks, used: Sequence[str]) -> list[Finding]:
+def find_nic_problems(hosts: Mapping[int, HostNics], knocks: Knocks, used: Sequence[str]) -> list[DoctorFinding]:
     """What is wrong with the interfaces. ``used``: the variables of the libraries that the job will talk through."""
     found = _closed(hosts, knocks)
     if len(hosts) == 1:
@@ -97,7 +97,7 @@ def judge(hosts: Mapping[int, Standing], knocks: Knocks, used: Sequence[str]) ->
     return found
 
 
-def _closed(hosts: Mapping[int, Standing], knocks: Knocks) -> list[Finding]:
+def _closed(hosts: Mapping[int, HostNics], knocks: Knocks) -> list[DoctorFinding]:
     """Pairs of hosts between which no interface can be reached at all."""
     found = []
     for source, target in ((a, b) for a in hosts for b in hosts if a != b and _walled(knocks, a, b)):
@@ -107,7 +107,7 @@ def _closed(hosts: Mapping[int, Standing], knocks: Knocks) -> list[Finding]:
             if nic.name in knocks[source][target] and nic.name != "lo"
         ]
         found.append(
-            Finding(
+            DoctorFinding(
                 f"host {hosts[source].name} cannot connect to a fresh port of host {hosts[target].name} "
                 f"({listed(why) or 'it has no address'}); Gloo and NCCL take ports as they come: open all ports "
                 "between these hosts in the firewall, or the security group. This is the hang at the first collective",
@@ -127,10 +127,10 @@ def _deaf(knocks: Knocks, callers: Sequence[int], target: int, nic: str) -> list
     return [one for one in callers if knocks.get(one, {}).get(target, {}).get(nic, REACHED) != REACHED]
 
 
-def _missing(host: Standing, good: Sequence[Nic], used: Sequence[str]) -> list[Finding]:
+def _missing(host: HostNics, good: Sequence[Nic], used: Sequence[str]) -> list[DoctorFinding]:
     there = listed([f"{nic.name} ({nic.address})" for nic in host.nics if nic.address])
     return [
-        Finding(
+        DoctorFinding(
             f"host {host.name}: {choice.variable}={choice.said} names no interface that is there and up; there are "
             f"{there}{_remedy(choice, good)}",
             wrong=choice.variable in used,
@@ -140,16 +140,16 @@ def _missing(host: Standing, good: Sequence[Nic], used: Sequence[str]) -> list[F
     ]
 
 
-def _unreachable(host: Standing, choice: Choice, names: list[str], good: Sequence[Nic], used: bool) -> Finding:
+def _unreachable(host: HostNics, choice: NicChoice, names: list[str], good: Sequence[Nic], used: bool) -> DoctorFinding:
     hang = ". This is the hang at the first collective" if used else f"; this job does not use {choice.variable[:4]}"
-    return Finding(
+    return DoctorFinding(
         f"host {host.name}: {choice.words} cannot be reached from host {listed(names)}"
         f"{_remedy(choice, good) or '; no interface of it is reached by all: look at the routes'}{hang}",
         wrong=used,
     )
 
 
-def _remedy(choice: Choice, good: Sequence[Nic]) -> str:
+def _remedy(choice: NicChoice, good: Sequence[Nic]) -> str:
     real = [nic for nic in good if nic.name != "lo"] or list(good)
     if not real:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from echelon.planner.cost.strategy_traffic import WHOLE_LAYER, Job, local_steps
+from echelon.planner.cost.strategy_traffic import WHOLE_LAYER, RankCounts, local_steps
 from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, ParameterServer, Recompute, Shard
 from echelon.strategy.strategy_table import word
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Stage = tuple[str, str]
 
 
-def stages(strategy: Strategy, job: Job) -> Iterator[Stage]:
+def stages(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     """What happens in a step, first to last: a short name, and what is done."""
     if strategy.part(ParameterServer):
         yield "pull", "the rows that the batch needs, each once; those of the next batch while this one computes"
@@ -69,12 +69,12 @@ def _unscale(strategy: Strategy, who: str) -> Iterator[Stage]:
         yield "unscale", f"gradients are divided by the scale; one that is not finite skips the step {who}"
 
 
-def _scatter(strategy: Strategy, job: Job) -> Iterator[Stage]:
+def _scatter(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     what = f"{_op(strategy)} of gradients over {job.ranks} ranks, to each its rows"
     yield "scatter", f"{what}, while backward still runs"
 
 
-def _together(strategy: Strategy, job: Job) -> Iterator[Stage]:
+def _together(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     if job.ranks > 1 and not strategy.shard:
         wire = f", travelling as {strategy.fp16_allreduce}" if strategy.fp16_allreduce else ""
         yield "reduce", f"{_op(strategy)} of gradients over {job.ranks} ranks{wire}, while backward still runs"
@@ -83,7 +83,7 @@ def _together(strategy: Strategy, job: Job) -> Iterator[Stage]:
         yield "clip", f"all gradients together to a norm of at most {word(strategy.clip)}"
 
 
-def _compressed(strategy: Strategy, job: Job) -> Iterator[Stage]:
+def _compressed(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     dgc = strategy.part(Dgc) or Dgc()
     wire = f", values as {strategy.fp16_allreduce}" if strategy.fp16_allreduce else ""
     inside = "; larger ones are summed inside each host" if dgc.hierarchical else ""
@@ -103,7 +103,7 @@ def _compressed(strategy: Strategy, job: Job) -> Iterator[Stage]:
         yield "clip", f"the gradients that travelled whole to a norm of at most {word(strategy.clip)}"
 
 
-def _served(strategy: Strategy, servers: ParameterServer, job: Job) -> Iterator[Stage]:
+def _served(strategy: Strategy, servers: ParameterServer, job: RankCounts) -> Iterator[Stage]:
     if servers.dense_on_servers:
         yield from _unscale(strategy, "of this worker")
     if strategy.clip and servers.dense_on_servers:
@@ -133,7 +133,7 @@ def _alone(strategy: Strategy) -> Iterator[Stage]:
         yield "clip", f"this rank's own gradients to a norm of at most {word(strategy.clip)}"
 
 
-def _update(strategy: Strategy, job: Job) -> Iterator[Stage]:
+def _update(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     scaling, local = strategy.part(LrScaling), local_steps(strategy)
     if scaling:
         times = scaling.factor(job.ranks * strategy.gradient_merge)

@@ -12,8 +12,8 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.base.formatting import size
 from echelon.planner.cost import strategy_traffic
-from echelon.planner.cost.strategy_traffic import Job, Size
-from echelon.strategy.combine import Change, active_names, verdicts
+from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts
+from echelon.strategy.combine import CombinationChange, active_names, verdicts
 from echelon.strategy.parts import AdaptiveLocalSgd, Amp, Dgc, LocalSgd, Recompute, Shard
 from echelon.strategy.strategy_table import aligned, table
 from echelon.tools.explain import step_order
@@ -53,7 +53,7 @@ LEGEND = {
 }
 
 #: Without a model, figures are those of one large fp32 tensor, per entry of it.
-NOMINAL = Size(2**30)
+NOMINAL = ParameterSize(2**30)
 
 
 def explain(
@@ -82,21 +82,21 @@ def explain(
     return "\n\n".join(shown)
 
 
-def _job(ranks: int, ranks_per_host: int | None) -> Job:
+def _job(ranks: int, ranks_per_host: int | None) -> RankCounts:
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: expected 1 or more")
     each = ranks if ranks_per_host is None else ranks_per_host
     if each < 1 or ranks % each:
         raise UsageError(f"ranks_per_host={each}: expected a number that divides ranks={ranks}")
-    return Job(ranks, each)
+    return RankCounts(ranks, each)
 
 
-def _job_in_words(job: Job) -> str:
+def _job_in_words(job: RankCounts) -> str:
     hosts = f", {job.ranks_per_host} on each of {job.hosts} hosts" if job.hosts > 1 else ""
     return f"{job.ranks} rank{'s' if job.ranks > 1 else ''}{hosts}"
 
 
-def _order(strategy: Strategy, job: Job) -> list[str]:
+def _order(strategy: Strategy, job: RankCounts) -> list[str]:
     numbered = [(f"{i:2} {name}", text) for i, (name, text) in enumerate(step_order.stages(strategy, job), start=1)]
     return aligned(numbered).splitlines()
 
@@ -111,17 +111,21 @@ def _effects(strategy: Strategy) -> list[str]:
     return aligned(rows).splitlines() + kinds
 
 
-def _changes(strategy: Strategy, model: nn.Module | None, job: Job) -> list[str]:
+def _changes(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> list[str]:
     implied = ["sync_batch_norm"] if model is not None and _shared_batch_norms(strategy, model, job) else []
-    found = [(pair, verdict) for pair, verdict in verdicts(strategy, implied) if isinstance(verdict, Change)]
+    found = [(pair, verdict) for pair, verdict in verdicts(strategy, implied) if isinstance(verdict, CombinationChange)]
     return [f"{first} + {second}: {verdict.how}" for (first, second), verdict in found]
 
 
-def _sent(strategy: Strategy, model: nn.Module | None, job: Job) -> list[str]:
+def _sent(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> list[str]:
     if job.ranks == 1:
         return ["nothing: there is one rank"]
     sizes = _sizes(model)
-    parts = [(what, amount) for what, amount in strategy_traffic.sent(strategy, sizes, job, _frozen(model)) if amount]
+    parts = [
+        (what, amount)
+        for what, amount in strategy_traffic.sent_bytes_per_step(strategy, sizes, job, _frozen(model))
+        if amount
+    ]
     plain, total = strategy_traffic.all_reduced(sizes, job.ranks), sum(amount for _, amount in parts)
     rows = [*parts, ("in all", total)] if len(parts) > 1 else parts
     rows.append(("without any strategy", plain))
@@ -132,7 +136,7 @@ def _sent(strategy: Strategy, model: nn.Module | None, job: Job) -> list[str]:
     return aligned(lines).splitlines() + list(_remarks(strategy, model, job))
 
 
-def _remarks(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[str]:
+def _remarks(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> Iterator[str]:
     dgc, local = strategy.part(Dgc), strategy_traffic.local_steps(strategy)
     if dgc and all(size.numel < dgc.min_size for size in _sizes(model)):
         yield f"dgc compresses nothing: no parameter has {dgc.min_size:,} entries (Dgc(min_size=...))"
@@ -152,7 +156,7 @@ def _remarks(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[
         yield from _remarks_on(model, strategy, job)
 
 
-def _remarks_on(model: nn.Module, strategy: Strategy, job: Job) -> Iterator[str]:
+def _remarks_on(model: nn.Module, strategy: Strategy, job: RankCounts) -> Iterator[str]:
     from echelon.plan.build import sparse_names
 
     if norms := _shared_batch_norms(strategy, model, job):
@@ -162,14 +166,14 @@ def _remarks_on(model: nn.Module, strategy: Strategy, job: Job) -> Iterator[str]
         yield f"and the rows that a batch uses of {', '.join(sorted(sparse))} (sparse gradients)"
 
 
-def _memory(strategy: Strategy, model: nn.Module | None, job: Job, sample: Any) -> list[str]:
-    added = strategy_traffic.kept(strategy, _sizes(model), job)
+def _memory(strategy: Strategy, model: nn.Module | None, job: RankCounts, sample: Any) -> list[str]:
+    added = strategy_traffic.added_memory(strategy, _sizes(model), job)
     rows = [(name, f"+ {_amount(amount, model)}", why) for name, why, amount in added if amount]
     rows += _activations(strategy, model, sample)
     return [*_sharded(strategy, model, job), *(aligned(rows).splitlines() if rows else [])]
 
 
-def _sharded(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[str]:
+def _sharded(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> Iterator[str]:
     """What each level of sharding leaves on a rank, the chosen one marked."""
     shard = strategy.part(Shard)
     if shard is None or job.ranks == 1:
@@ -178,7 +182,7 @@ def _sharded(strategy: Strategy, model: nn.Module | None, job: Job) -> Iterator[
     state = "optimizer state, for each tensor of it (momentum: 1, Adam: 2)"
     rows: list[tuple[str, ...]] = [("shard", "parameters", "gradients", state)]
     for level in range(4):
-        held = strategy_traffic.held(level, trained, frozen, job.ranks, strategy.gradient_merge)
+        held = strategy_traffic.model_state_bytes(level, trained, frozen, job.ranks, strategy.gradient_merge)
         name = f"level {level}{' *' if level == shard.level else ''}" if level else "without"
         rows.append((name, *(_amount(amount, model) for amount in (held.parameters, held.gradients, held.state))))
     yield from aligned(rows).splitlines()
@@ -232,7 +236,7 @@ def _measured(strategy: Strategy, model: nn.Module, sample: Any, *recomputed: An
         raise UsageError(f"the model does not run on the sample: {str(error).splitlines()[0]}") from None
 
 
-def _sizes(model: nn.Module | None) -> list[Size]:
+def _sizes(model: nn.Module | None) -> list[ParameterSize]:
     """Trained parameters whose gradients are dense."""
     if model is None:
         return [NOMINAL]
@@ -240,7 +244,7 @@ def _sizes(model: nn.Module | None) -> list[Size]:
 
     sparse = sparse_names(model)
     trained = [p for name, p in model.named_parameters() if p.requires_grad and name not in sparse]
-    return [Size(parameter.numel(), parameter.element_size()) for parameter in trained]
+    return [ParameterSize(parameter.numel(), parameter.element_size()) for parameter in trained]
 
 
 def _frozen(model: nn.Module | None) -> float:
@@ -250,7 +254,7 @@ def _frozen(model: nn.Module | None) -> float:
     return sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
 
 
-def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: Job) -> list[Any]:
+def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: RankCounts) -> list[Any]:
     """Batch norms whose statistics run over all replicas: by default those of replicas that step together."""
     from echelon.plan.batch_norms import batch_norm_names
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Bar:
+class BarSegment:
     """One part of a bar: where it begins and how wide it is, in percent."""
 
     name: str
@@ -22,11 +22,11 @@ class Bar:
         return self.name.replace(" ", "-")
 
 
-def stacked(parts: Sequence[tuple[str, float]], whole: float | None = None) -> list[Bar]:
+def stacked(parts: Sequence[tuple[str, float]], whole: float | None = None) -> list[BarSegment]:
     """Parts one after another; all of them are ``whole``, or the picture's width."""
     whole = whole or sum(value for _, value in parts) or 1.0
     ends = itertools.accumulate((value for _, value in parts), initial=0.0)
     return [
-        Bar(name, value, 100 * begin / whole, 100 * value / whole)
+        BarSegment(name, value, 100 * begin / whole, 100 * value / whole)
         for (name, value), begin in zip(parts, ends, strict=False)
     ]

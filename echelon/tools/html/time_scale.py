@@ -16,7 +16,7 @@ Stretch = tuple[float, float]  #: begin and end, in seconds
 
 
 @dataclass(frozen=True)
-class Passage:
+class TimeScale:
     """``window`` seconds from the beginning of ``whole``, and as many to its end."""
 
     whole: float
@@ -44,13 +44,13 @@ class Passage:
         return [(self.at(moment), formatting.duration(moment)) for moment in moments]
 
 
-def passage(stretches: Sequence[Stretch], whole: float, rows: int) -> Passage:
+def make_time_scale(stretches: Sequence[Stretch], whole: float, rows: int) -> TimeScale:
     """Beginning and end as long as what is in them may be drawn; all of it where there is little."""
     most = min(MOST_EVENTS, MOST_IN_A_ROW * rows)
     if len(stretches) <= most:
-        return Passage(whole, whole / 2)
+        return TimeScale(whole, whole / 2)
     distance = sorted(min(begin, max(0.0, whole - end)) for begin, end in stretches)
-    return Passage(whole, min(whole / 2, distance[most - 1]))
+    return TimeScale(whole, min(whole / 2, distance[most - 1]))
 
 
 def row_height(rows: int) -> float:

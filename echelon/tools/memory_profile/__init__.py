@@ -2,6 +2,6 @@
 
 from echelon.observability.runlog.run_metadata import Footprint
 from echelon.tools.memory_profile.footprint import find_footprint
-from echelon.tools.memory_profile.training_job import Job
+from echelon.tools.memory_profile.training_job import TrainingJob
 
-__all__ = ["Footprint", "Job", "find_footprint"]
+__all__ = ["Footprint", "TrainingJob", "find_footprint"]

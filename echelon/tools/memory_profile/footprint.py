@@ -10,27 +10,27 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.rank_names import place_in_words
-from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes, Saving
+from echelon.observability.runlog.run_metadata import Footprint, MemorySaving, ModuleBytes
 from echelon.planner.profiling.named_optimizers import named_optimizer
 from echelon.planner.profiling.optimizer_state import Given
 from echelon.planner.profiling.profile import Profile
-from echelon.tools.memory_profile.describe import how_in_words
-from echelon.tools.memory_profile.peak import Peaks, Place, Spread, in_flight, samples_of
-from echelon.tools.memory_profile.saved_activations import LOSS, Kept, kept_by_stage
+from echelon.tools.memory_profile.describe_job import how_in_words
+from echelon.tools.memory_profile.peak import JobMemory, PeakEstimator, RankGroupPeak, in_flight, samples_of
+from echelon.tools.memory_profile.saved_activations import LOSS, SavedActivations, kept_by_stage
 from echelon.tools.memory_profile.suggestions import alternatives
-from echelon.tools.memory_profile.training_job import Job, Optimizers
+from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
 
 #: What is in no module of its own.
 REST = "(model)"
 
 
-def find_footprint(profile: Profile, job: Job, optimizer: Given | str) -> Footprint:
+def find_footprint(profile: Profile, job: TrainingJob, optimizer: Given | str) -> Footprint:
     """Of such a job. ``optimizer``: the model's own, or the name of one (see ``named_optimizers.NAMED``).
 
     It is that of the fullest rank; where ranks differ, ``each`` has them all.
     """
     optimizers = _named(optimizer, profile.model)
-    peaks = Peaks(profile, optimizers)
+    peaks = PeakEstimator(profile, optimizers)
     spread = peaks.spread(job)
     kept = kept_by_stage(spread.profile, spread.plan, samples_of(spread.draft))
     found = [_of_place(spread, place, kept) for place in spread.places]
@@ -54,7 +54,7 @@ def _named(given: Given | str, model: nn.Module) -> Optimizers:
     return dict(given) if isinstance(given, Mapping) else {str(at): each for at, each in enumerate(given)}
 
 
-def _of_place(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Footprint:
+def _of_place(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> Footprint:
     return Footprint(
         peak=place.peak,
         moment=place.moment,
@@ -67,7 +67,7 @@ def _of_place(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Footpri
     )
 
 
-def _rows(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Iterator[ModuleBytes]:
+def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> Iterator[ModuleBytes]:
     """Every unit, and every module outside of units that has anything, in the model's order."""
     units = [name for members in spread.profile.members for name in members if name]
     found: dict[str, ModuleBytes] = {}
@@ -92,7 +92,7 @@ def _rows(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> Iterator[Mo
     return (found[name] for name in order if name in found and any(dataclasses.astuple(found[name])[1:]))
 
 
-def _counts(spread: Spread, place: Place, kept: Mapping[int, Kept]) -> dict[int, int]:
+def _counts(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> dict[int, int]:
     sizes = {stage: one.made.total() for stage, one in kept.items()}
     return in_flight(spread.draft, place.grids[0].at["stage"], sizes)
 
@@ -101,11 +101,13 @@ def _inside(name: str, unit: str) -> bool:
     return name == unit or name.startswith(f"{unit}.")
 
 
-def _modules(spread: Spread) -> Iterator[str]:
+def _modules(spread: JobMemory) -> Iterator[str]:
     return (name for name, _ in spread.profile.model.named_modules())
 
 
-def _savings(peaks: Peaks, job: Job, spread: Spread, optimizers: Optimizers) -> tuple[tuple[Saving, ...], list[str]]:
+def _savings(
+    peaks: PeakEstimator, job: TrainingJob, spread: JobMemory, optimizers: Optimizers
+) -> tuple[tuple[MemorySaving, ...], list[str]]:
     """What would lower the peak of the fullest rank; and what cannot be had here, with the reason."""
     found, refused = [], []
     for what, other in alternatives(job, spread.plan, optimizers):
@@ -118,11 +120,11 @@ def _savings(peaks: Peaks, job: Job, spread: Spread, optimizers: Optimizers) -> 
             refused.append(f"{what} is left out: {str(error).partition('; ')[0]}")
             continue
         if lower > 0:
-            found.append(Saving(what, lower))
+            found.append(MemorySaving(what, lower))
     return tuple(sorted(found, key=lambda saving: -saving.bytes)), refused
 
 
-def _notes(spread: Spread) -> Iterator[str]:
+def _notes(spread: JobMemory) -> Iterator[str]:
     """What is not told."""
     plan, draft = spread.plan, spread.draft
     if plan.offload or (plan.shard is not None and plan.shard.offload):

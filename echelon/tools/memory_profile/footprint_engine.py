@@ -12,15 +12,15 @@ from echelon.base.config import build
 from echelon.base.errors import EchelonError, UsageError
 from echelon.plan import Plan
 from echelon.plan.saved_plan import SavedPlan
-from echelon.planner.apply.auto import find_saved, refuse_company
+from echelon.planner.apply.auto import find_saved, refuse_settings_beside_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Strategy
 from echelon.strategy.annotations.annotate import collect
 from echelon.strategy.annotations.slices import Slices, current
 from echelon.tools.memory_profile.footprint import find_footprint
-from echelon.tools.memory_profile.memory_options import Asked
-from echelon.tools.memory_profile.training_job import Job
+from echelon.tools.memory_profile.memory_options import MemoryOptions
+from echelon.tools.memory_profile.training_job import TrainingJob
 from echelon.tools.plan_report.model_source import profile_model
 from echelon.tools.plan_report.planning_engine import PlanningEngine
 
@@ -46,7 +46,7 @@ class FootprintEngine(PlanningEngine):
     def _look_at(self, batch: Any) -> NoReturn:
         self._refuse_tables()
         try:
-            asked = build(Asked, self._question["footprint"], "asked")
+            asked = build(MemoryOptions, self._question["footprint"], "asked")
             cluster = Cluster.parse(asked.cluster)
             profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
             job = self._job(asked, profile)
@@ -57,10 +57,10 @@ class FootprintEngine(PlanningEngine):
         title = f"{profile.name}, {asked.optimizer or type(self._first).__name__}"
         self._answer({"title": title, "footprint": found.to_json()})
 
-    def _job(self, asked: Asked, profile: Profile) -> Job:
+    def _job(self, asked: MemoryOptions, profile: Profile) -> TrainingJob:
         saved = SavedPlan.load(asked.plan) if asked.plan is not None else find_saved(self._plan)
         if saved is not None:
-            refuse_company(self._strategy, self._marks, None, served=False, planned=True)
+            refuse_settings_beside_plan(self._strategy, self._marks, None, served=False, planned=True)
             saved.check_model(self._model)
             return asked.by_plan(saved)
         if self._strategy.auto:

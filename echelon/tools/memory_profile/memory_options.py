@@ -14,10 +14,10 @@ from echelon.plan.axes import find_axes
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Shard, Strategy
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Pipeline, ScheduleName
 from echelon.strategy.annotations.slices import Slices
-from echelon.tools.memory_profile.training_job import Job
+from echelon.tools.memory_profile.training_job import TrainingJob
 
 #: What a job is made for where nobody names a cluster: any GPU, or any CPU, has the same kernels.
 CLUSTERS = {"cuda": "1xH100", "cpu": "1xCPU"}
@@ -26,7 +26,7 @@ MOST = 64
 
 
 @strict
-class Asked:
+class MemoryOptions:
     """What is None is as the script has it, or as it is by default.
 
     model: as ``echelon plan`` takes it; batch: samples of each replica; amp: "off" overrules a script
@@ -61,7 +61,7 @@ class Asked:
     def cluster(self) -> str:
         return CLUSTERS[self.device or ("cuda" if torch.cuda.is_available() else "cpu")]
 
-    def by_plan(self, saved: SavedPlan) -> Job:
+    def by_plan(self, saved: SavedPlan) -> TrainingJob:
         """To train by a plan that says everything itself."""
         names = ("amp", "recompute", "shard", "merge", "lean", "stages", "split", "micro_batches", "schedule")
         beside = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
@@ -69,15 +69,15 @@ class Asked:
             raise UsageError(f"the plan says how to train, and {', '.join(beside)} too; leave {beside[0]} or it out")
         if self.procs not in (None, saved.draft.ranks):
             raise UsageError(f"the plan is for {saved.draft.ranks} processes ({saved.draft}), not {self.procs}")
-        return Job.of(saved, self.batch)
+        return TrainingJob.of(saved, self.batch)
 
     def job(
         self,
         profile: Profile,
         strategy: Strategy | None = None,
-        marks: Marks | None = None,
+        marks: ModelMarks | None = None,
         slices: Slices | None = None,
-    ) -> Job:
+    ) -> TrainingJob:
         """For the profile's batch, where the command names no other; the rest is the script's."""
         asked = self._strategy(strategy or Strategy())
         if self.stages or self.split or self.micro_batches or self.schedule:
@@ -87,9 +87,9 @@ class Asked:
             marks, slices = self._marks(profile)
         samples = profile.batch if self.batch is None else self.batch
         procs = self.procs or _fewest(asked, marks, slices)
-        return Job(samples=samples, procs=procs, strategy=asked, marks=marks, slices=slices)
+        return TrainingJob(samples=samples, procs=procs, strategy=asked, marks=marks, slices=slices)
 
-    def remark(self, job: Job) -> tuple[str, ...]:
+    def remark(self, job: TrainingJob) -> tuple[str, ...]:
         """Where nobody has said how many processes there are."""
         if self.procs is not None or self.plan is not None or job.procs == 1:
             return ()
@@ -109,7 +109,7 @@ class Asked:
             changes["lean"] = self.lean or None
         return dataclasses.replace(own, **changes)
 
-    def _marks(self, profile: Profile) -> tuple[Marks, Slices]:
+    def _marks(self, profile: Profile) -> tuple[ModelMarks, Slices]:
         """What is split is what plans would split."""
         stages, across = self.stages or 1, self.split or 1
         if across > 1 and across > profile.splits:
@@ -117,7 +117,7 @@ class Asked:
         count, schedule = self.micro_batches or (4 if stages > 1 else 1), self.schedule or "1f1b"
         staged = Pipeline(micro_batches=count, schedule=schedule, stages=stages) if stages > 1 or count > 1 else None
         splits = dict(profile.split_marks) if across > 1 else {}
-        marks = Marks(units={}, splits=splits, replicates=(), pipeline=staged, default=None)
+        marks = ModelMarks(units={}, splits=splits, replicates=(), pipeline=staged, default=None)
         return marks, Slices(average=_along(marks) * across)
 
 
@@ -128,14 +128,14 @@ def _unsplit(profile: Profile) -> str:
     return f"'{name}' has no layers that plans split by themselves; mark modules with split(), or leave --split out"
 
 
-def _along(marks: Marks) -> int:
+def _along(marks: ModelMarks) -> int:
     """Ranks along the stage axis, the most that the stages can be dealt out to."""
     if marks.stages == 1:
         return 1
     return find_axes(marks.stages, marks.pipeline, False, None, marks.stages).get("stage", 1)
 
 
-def _fewest(strategy: Strategy, marks: Marks | None, slices: Slices | None) -> int:
+def _fewest(strategy: Strategy, marks: ModelMarks | None, slices: Slices | None) -> int:
     """Processes with which all that is asked for means something: one copy of the model, or two to share it out."""
     copies = 2 if strategy.shard else 1
     if marks is None or not (marks.splits or marks.stages > 1):

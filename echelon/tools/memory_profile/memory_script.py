@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import UsageError
-from echelon.tools.memory_profile.memory_options import Asked
+from echelon.tools.memory_profile.memory_options import MemoryOptions
 from echelon.tools.plan_report.plan_script import ask
 
 
-def ask_script(asked: Asked, arguments: Sequence[str]) -> dict[str, Any]:
+def ask_script(asked: MemoryOptions, arguments: Sequence[str]) -> dict[str, Any]:
     """``{"title": ..., "footprint": ...}``, as JSON has it."""
     if not Path(asked.model).is_file():
         raise UsageError(f"MODEL: no file at '{asked.model}'")

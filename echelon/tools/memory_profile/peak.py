@@ -7,19 +7,19 @@ import dataclasses
 import math
 from dataclasses import replace
 
-from echelon.distributed.mesh_groups import Grid
+from echelon.distributed.mesh_groups import MeshGroups
 from echelon.parallel.low_memory.backward_updates import UNDER_WAY
 from echelon.parallel.low_memory.formats import AT_ONCE
 from echelon.plan import Plan
 from echelon.plan.draft import Draft
-from echelon.planner.cost.rank_memory import Fullest, fullest
+from echelon.planner.cost.rank_memory import PeakMoment, find_peak_moments
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.profiling.optimizer_state import optimizer_name
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy.annotations.marks import within
-from echelon.tools.memory_profile.resident import Holding, Holdings
+from echelon.tools.memory_profile.resident import ResidentEstimator, ResidentMemory
 from echelon.tools.memory_profile.saved_activations import kept_by_stage, segments_of
-from echelon.tools.memory_profile.training_job import Job, Optimizers, Planner
+from echelon.tools.memory_profile.training_job import JobPlanner, Optimizers, TrainingJob
 
 #: What the peak is made of, as the planner's Memory names it.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
@@ -29,11 +29,11 @@ LEAN_ON_CPU = 68
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankGroupPeak:
     """Ranks that hold the same: what that is, and of what their fullest moment is made."""
 
-    grids: list[Grid]
-    holding: Holding
+    grids: list[MeshGroups]
+    holding: ResidentMemory
     kinds: dict[str, int]
     moment: str
 
@@ -47,14 +47,14 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class JobMemory:
     """A job as it would run. ``draft`` is in the units of ``profile``; samples: of the batch that a replica is given"""
 
     samples: int
     plan: Plan
     profile: Profile
     draft: Draft
-    places: list[Place]
+    places: list[RankGroupPeak]
 
     @property
     def peak(self) -> int:
@@ -65,26 +65,28 @@ class Spread:
         return _is_long(self.plan)
 
 
-class Peaks:
+class PeakEstimator:
     """Of jobs of one model."""
 
     def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
-        self._planner, self._holdings = Planner(profile, optimizers), Holdings(profile.model, optimizers)
+        self._planner, self._holdings = JobPlanner(profile, optimizers), ResidentEstimator(profile.model, optimizers)
         self._name = optimizer_name(optimizers)
 
-    def spread(self, job: Job) -> Spread:
+    def spread(self, job: TrainingJob) -> JobMemory:
         plan = self._planner.plan(job)
-        profile, draft = self._planner.drafted(plan, job.samples)
+        profile, draft = self._planner.draft_for_plan(plan, job.samples)
         draft = draft.replaced(recompute=()) if _is_long(plan) else draft
         optimizer = "lamb" if plan.lamb else "lars" if plan.lars else self._name
-        found = fullest(profile, draft, system=_system(plan, optimizer), optimizer=optimizer, place=profile.device)
+        found = find_peak_moments(
+            profile, draft, system=_system(plan, optimizer), optimizer=optimizer, place=profile.device
+        )
         found = tuple(_in_long_segments(plan, profile, draft, peak) for peak in found)
         places = [
-            Place(grids, holding, _kinds(plan, holding, peak, profile.device), _in_words(profile, peak))
+            RankGroupPeak(grids, holding, _kinds(plan, holding, peak, profile.device), _in_words(profile, peak))
             for grids, holding in self._holdings.of(plan)
             for peak in [found[grids[0].at["stage"]]]
         ]
-        return Spread(job.samples, plan, profile, draft, places)
+        return JobMemory(job.samples, plan, profile, draft, places)
 
 
 def _system(plan: Plan, optimizer: str) -> System:
@@ -101,7 +103,7 @@ def _is_long(plan: Plan) -> bool:
     return several and plan.mesh.get("stage", 1) == 1
 
 
-def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: Fullest) -> Fullest:
+def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: PeakMoment) -> PeakMoment:
     """Where several modules are recomputed together, which no draft can say: what is kept is known, and on top comes
     all that the largest segment makes while it is run again."""
     if not _is_long(plan):
@@ -117,7 +119,7 @@ def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: Fullest)
     return replace(peak, memory=memory)
 
 
-def _kinds(plan: Plan, holding: Holding, peak: Fullest, place: str) -> dict[str, int]:
+def _kinds(plan: Plan, holding: ResidentMemory, peak: PeakMoment, place: str) -> dict[str, int]:
     kinds = {kind: round(getattr(peak.memory, kind)) for kind in KINDS}
     kinds |= {kind: holding.total(kind) for kind in ("parameters", "optimizer")}
     if plan.lean is not None:
@@ -131,7 +133,7 @@ def _kinds(plan: Plan, holding: Holding, peak: Fullest, place: str) -> dict[str,
     return kinds
 
 
-def _in_words(profile: Profile, peak: Fullest) -> str:
+def _in_words(profile: Profile, peak: PeakMoment) -> str:
     """``backward of layers.3``"""
     if peak.moment == "exchange":
         return "end of backward, when the last gradients leave"

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.distributed.mesh_groups import Grid
-from echelon.distributed.process_groups import Groups
-from echelon.engine.parallelize import hosted_stages, on_several_places
-from echelon.engine.replace_optimizers import successors
-from echelon.parallel.zero.rows import Cut, cut_all
+from echelon.distributed.mesh_groups import MeshGroups
+from echelon.distributed.process_groups import ProcessGroups
+from echelon.engine.parallelize import hosted_stages, params_shared_by_stages
+from echelon.engine.replace_optimizers import replace_optimizers
+from echelon.parallel.zero.row_partition import RowPartition, cut_all
 from echelon.plan import Plan
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.fake_split import nobody, split_first
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.fake_split import fake_process_group, split_first
 from echelon.planner.profiling.optimizer_state import Known, Owners, owners, state_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ParameterBytes:
     """Bytes of one parameter on one rank. gradients: those that are there until the next backward makes new ones;
     whole: of the gradient that backward makes, before it is shared out"""
 
@@ -40,10 +40,10 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Holding:
+class ResidentMemory:
     """What a rank holds: of every parameter by name, and bytes of its buffers by name."""
 
-    parameters: dict[str, Held]
+    parameters: dict[str, ParameterBytes]
     buffers: dict[str, int]
 
     def total(self, kind: str) -> int:
@@ -55,7 +55,7 @@ class Holding:
         return max((held.whole for held in self.parameters.values()), default=0)
 
 
-class Holdings:
+class ResidentEstimator:
     """Of all ranks of plans of one model."""
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -64,12 +64,12 @@ class Holdings:
         self._successors: dict[Any, Owners] = {}
         self._part = functools.cache(self._part_of)
 
-    def of(self, plan: Plan) -> Iterator[tuple[list[Grid], Holding]]:
+    def of(self, plan: Plan) -> Iterator[tuple[list[MeshGroups], ResidentMemory]]:
         """For each place along stage and split: the ranks that hold the same, and what that is."""
         stepping = self._stepping(plan)
-        places: dict[tuple[int, int], list[Grid]] = {}
+        places: dict[tuple[int, int], list[MeshGroups]] = {}
         for rank in range(plan.ranks):
-            grid = Grid(plan.mesh, plan.order, rank, Groups("gloo"))  # none of its groups is ever made
+            grid = MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo"))  # none of its groups is ever made
             places.setdefault((grid.at["stage"], grid.at["split"]), []).append(grid)
         for (_, split), replicas in places.items():
             size = plan.mesh.get("split", 1)
@@ -77,13 +77,13 @@ class Holdings:
             yield from self._replicas(plan, replicas, shapes, buffers, stepping)
 
     def _replicas(
-        self, plan: Plan, replicas: list[Grid], shapes: Shapes, buffers: Mapping[str, int], stepping: Owners
-    ) -> Iterator[tuple[list[Grid], Holding]]:
+        self, plan: Plan, replicas: list[MeshGroups], shapes: Shapes, buffers: Mapping[str, int], stepping: Owners
+    ) -> Iterator[tuple[list[MeshGroups], ResidentMemory]]:
         here = _names_here(plan, replicas[0])
         mine = {name: shape for name, shape in shapes.items() if here is None or name in here}
         own_buffers = {name: size for name, size in buffers.items() if here is None or name in here}
         cuts = self._cuts(plan, replicas[0], mine)
-        alike: dict[Any, list[Grid]] = {}
+        alike: dict[Any, list[MeshGroups]] = {}
         for grid in replicas:
             parts = {name: cut.part_shape(grid.index("replicate")) for name, cut in cuts.items()}
             alike.setdefault(tuple(parts.items()), []).append(grid)
@@ -94,33 +94,33 @@ class Holdings:
                 name: self._held(plan, given[name], shape, of_parts.get(name, shape), stepping)
                 for name, shape in mine.items()
             }
-            yield grids, Holding(held, own_buffers)
+            yield grids, ResidentMemory(held, own_buffers)
 
-    def _cuts(self, plan: Plan, grid: Grid, mine: Shapes) -> dict[str, Cut]:
+    def _cuts(self, plan: Plan, grid: MeshGroups, mine: Shapes) -> dict[str, RowPartition]:
         if plan.shard is None:
             return {}
         owned, given = owners(self._optimizers), dict(self._model.named_parameters())
         chosen = {name: shape for name, shape in mine.items() if plan.shard.level == 3 or id(given[name]) in owned}
-        return cut_all(chosen, grid.size("replicate"), on_several_places(plan, grid))
+        return cut_all(chosen, grid.size("replicate"), params_shared_by_stages(plan, grid))
 
     def _held(
         self, plan: Plan, parameter: nn.Parameter, shape: tuple[int, ...], part: tuple[int, ...], stepping: Owners
-    ) -> Held:
+    ) -> ParameterBytes:
         entries, size = math.prod(shape), parameter.element_size()
         trained = parameter.requires_grad
         if plan.lean is not None and trained:  # each gradient is let go when it has been applied
-            return Held(2 * entries, 0, lean_bytes(shape), 2 * entries)
+            return ParameterBytes(2 * entries, 0, lean_bytes(shape), 2 * entries)
         here = math.prod(part) * size
         kept = here if plan.shard is not None and plan.shard.level == 3 else entries * size
         state = state_bytes(stepping, parameter, part, self._known)
-        return Held(kept, here * trained, state, entries * size * trained)
+        return ParameterBytes(kept, here * trained, state, entries * size * trained)
 
     def _stepping(self, plan: Plan) -> Owners:
         """The optimizers that take the steps: LARS and LAMB may do it for those that were given."""
         key = (plan.lars, plan.lamb)
         if key not in self._successors:
             named = dict(self._model.named_parameters())
-            given = successors(plan, self._optimizers, named, None) if any(key) else self._optimizers
+            given = replace_optimizers(plan, self._optimizers, named, None) if any(key) else self._optimizers
             self._successors[key] = owners(given)
         return self._successors[key]
 
@@ -130,8 +130,8 @@ class Holdings:
         """Shapes of the parameters and bytes of the buffers at one place of a split."""
         model = self._model
         if splits and size > 1:
-            shadow = Shadow(model, [])
-            with nobody(size) as group:
+            shadow = FakeModel(model, [])
+            with fake_process_group(size) as group:
                 split_first(shadow, dict(splits), group, spread, rank)
             model = shadow.model
         shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
@@ -146,7 +146,7 @@ def lean_bytes(shape: Sequence[int]) -> int:
     return sum(value.numel() * value.element_size() for value in kept.tensors() if value is not None)
 
 
-def _names_here(plan: Plan, grid: Grid) -> set[str] | None:
+def _names_here(plan: Plan, grid: MeshGroups) -> set[str] | None:
     """Parameters and buffers that the stages of a rank need; None: all."""
     if plan.stages is None:
         return None

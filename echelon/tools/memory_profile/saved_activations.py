@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.distributed.mesh_groups import Grid
-from echelon.distributed.process_groups import Groups
-from echelon.engine.parallelize import recomputed_here
+from echelon.distributed.mesh_groups import MeshGroups
+from echelon.distributed.process_groups import ProcessGroups
+from echelon.engine.parallelize import local_segments
 from echelon.plan import Plan
-from echelon.plan.fake_forward import placeholder_mode, random_numbers_kept
+from echelon.plan.fake_forward import placeholder_mode, preserve_rng_state
 from echelon.plan.segments import Segments, cut_chain
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.fake_split import nobody, split_first
-from echelon.planner.profiling.fake_step import placed
-from echelon.planner.profiling.gpu_dispatch import AsOnGpu
-from echelon.planner.profiling.observe import Trace
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.fake_split import fake_process_group, split_first
+from echelon.planner.profiling.fake_step import batch_placeholders
+from echelon.planner.profiling.gpu_dispatch import GpuDispatchMode
+from echelon.planner.profiling.op_tracer import OpTracer
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy.annotations.marks import within
 
@@ -38,14 +38,14 @@ _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass
-class Kept:
+class SavedActivations:
     """By the module's name: bytes of what one micro-batch makes, and of the batch, whose rows all of them view."""
 
     made: Counter[str] = dataclasses.field(default_factory=Counter)
     given: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-def kept_by_stage(profile: Profile, plan: Plan, samples: int) -> dict[int, Kept]:
+def kept_by_stage(profile: Profile, plan: Plan, samples: int) -> dict[int, SavedActivations]:
     """By stage, of one micro-batch of so many samples. Of what is recomputed together, only the input is kept."""
     return _pass(profile, plan, samples, segments_of(profile, plan, samples))
 
@@ -62,9 +62,9 @@ def segments_of(profile: Profile, plan: Plan, samples: int) -> Segments:
 
 def _recomputed(plan: Plan) -> tuple[Segments, tuple[str, ...]]:
     """By all stages together."""
-    grids = (Grid(plan.mesh, plan.order, rank, Groups("gloo")) for rank in range(plan.ranks))
+    grids = (MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo")) for rank in range(plan.ranks))
     first = {grid.at["stage"]: grid for grid in grids}
-    found = [recomputed_here(plan, grid) for grid in first.values()]
+    found = [local_segments(plan, grid) for grid in first.values()]
     return tuple(part for parts, _ in found for part in parts), tuple(name for _, names in found for name in names)
 
 
@@ -76,22 +76,22 @@ def _chain(model: nn.Module, name: str, kept: Mapping[str, int]) -> Segments:
     return tuple(tuple(names[first:end]) for first, end in cut_chain(sizes, in_place))
 
 
-def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dict[int, Kept]:
-    shadow, split = Shadow(profile.model, []), plan.mesh.get("split", 1)
-    batch = placed(profile.placeholders(samples))
+def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dict[int, SavedActivations]:
+    shadow, split = FakeModel(profile.model, []), plan.mesh.get("split", 1)
+    batch = batch_placeholders(profile.placeholders(samples))
     if plan.lean is not None:
         _narrow(shadow.model)
     with contextlib.ExitStack() as within_all:
-        group = within_all.enter_context(nobody(split))
+        group = within_all.enter_context(fake_process_group(split))
         if split > 1:
             split_first(shadow, plan.splits, group, plan.spread)
-        seen = _Keeping(shadow.model, segments, plan.stages.units if plan.stages else {}, batch)
-        for context in (placeholder_mode(), random_numbers_kept(), torch.enable_grad()):
+        seen = _ActivationTracker(shadow.model, segments, plan.stages.units if plan.stages else {}, batch)
+        for context in (placeholder_mode(), preserve_rng_state(), torch.enable_grad()):
             within_all.enter_context(context)
-        within_all.enter_context(Trace())  # answers messages to nobody, and who looks at values
+        within_all.enter_context(OpTracer())  # answers messages to nobody, and who looks at values
         within_all.enter_context(seen.watching())
         if profile.device == "cuda":
-            within_all.enter_context(AsOnGpu())
+            within_all.enter_context(GpuDispatchMode())
         if plan.amp is not None:
             within_all.enter_context(torch.autocast("cpu", dtype=_AMP[plan.amp.dtype]))
         loss = profile.step(shadow.model, batch)
@@ -109,7 +109,7 @@ def _narrow(model: nn.Module) -> None:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-class _Keeping:
+class _ActivationTracker:
     """Follows a forward pass from module to module."""
 
     def __init__(self, model: nn.Module, segments: Segments, units: Mapping[str, int], batch: Any) -> None:
@@ -125,12 +125,12 @@ class _Keeping:
         self._kept: dict[tuple[int | None, int], tuple[str, int, Any]] = {}  # stage, address: owner, bytes, weak ref.
         self._held: list[Tensor] = []  # what recomputed modules were given
 
-    def by_stage(self) -> dict[int, Kept]:
+    def by_stage(self) -> dict[int, SavedActivations]:
         self._settle(max(self._units.values(), default=0))
-        found: dict[int, Kept] = {}
+        found: dict[int, SavedActivations] = {}
         for (stage, address), (owner, size, _) in self._kept.items():
             assert stage is not None
-            mine = found.setdefault(stage, Kept())
+            mine = found.setdefault(stage, SavedActivations())
             (mine.given if address in self._batch else mine.made)[owner] += size
         return found
 

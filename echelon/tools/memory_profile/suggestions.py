@@ -11,10 +11,10 @@ from echelon.base.errors import UsageError
 from echelon.plan import Plan
 from echelon.strategy import Lean, Shard
 from echelon.strategy.combine import refuse_conflicts
-from echelon.tools.memory_profile.training_job import Job, Optimizers
+from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
 
 
-def alternatives(job: Job, plan: Plan, optimizers: Optimizers) -> Iterator[tuple[str, Job | str]]:
+def alternatives(job: TrainingJob, plan: Plan, optimizers: Optimizers) -> Iterator[tuple[str, TrainingJob | str]]:
     """The job with that change; or in words, what speaks against it."""
     for what, change in _changes(plan, optimizers).items():
         try:

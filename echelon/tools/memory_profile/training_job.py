@@ -12,20 +12,20 @@ import torch
 
 from echelon.base.config import require, strict
 from echelon.base.errors import UsageError
-from echelon.fastpath.inspect import asked_of, traits_of, with_chosen
+from echelon.fastpath.inspect import requested_fast_path, traits_of, with_fast_path
 from echelon.fastpath.policy import decide
-from echelon.fastpath.traits import Machine
+from echelon.fastpath.traits import DeviceCapabilities
 from echelon.plan import Plan, make_plan
 from echelon.plan.draft import Draft
 from echelon.plan.partition import balance_stages
 from echelon.plan.saved_plan import SavedPlan
-from echelon.plan.stage_trace import Recording, record
-from echelon.planner.apply.realize import completed, draft_of, terms
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.fake_step import placed
+from echelon.plan.stage_trace import StageTrace, record
+from echelon.planner.apply.realize import complete_saved_plan, draft_of, saved_plan_inputs
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.fake_step import batch_placeholders
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Strategy
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Pipeline, Split
 from echelon.strategy.annotations.slices import Slices
 
@@ -33,7 +33,7 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 @strict
-class Job:
+class TrainingJob:
     """How it is trained.
 
     samples:  of the batch that each replica is given at a time
@@ -48,7 +48,7 @@ class Job:
     samples: int
     procs: int = 1
     strategy: Strategy = Strategy()
-    marks: Marks | None = None
+    marks: ModelMarks | None = None
     slices: Slices | None = None
     mesh: dict[str, int] | None = None
     saved: SavedPlan | None = None
@@ -58,9 +58,9 @@ class Job:
             require(getattr(self, name) >= 1, self, name, "1 or more")
 
     @classmethod
-    def of(cls, saved: SavedPlan, samples: int | None = None) -> Job:
+    def of(cls, saved: SavedPlan, samples: int | None = None) -> TrainingJob:
         """To train by a saved plan; with as many samples as it was made for, where nobody says how many."""
-        strategy, marks, slices, mesh = terms(saved)
+        strategy, marks, slices, mesh = saved_plan_inputs(saved)
         each = math.ceil(saved.draft.batch / saved.draft.replicate)
         return cls(
             samples=each if samples is None else samples,
@@ -72,27 +72,27 @@ class Job:
             saved=saved,
         )
 
-    def replaced(self, **changes: object) -> Job:
+    def replaced(self, **changes: object) -> TrainingJob:
         """With other options of its strategy."""
         strategy = dataclasses.replace(self.strategy, **changes)  # type: ignore[arg-type]
         return dataclasses.replace(self, strategy=strategy)
 
 
-class Planner:
+class JobPlanner:
     """Makes the plans of jobs of one model. A forward pass is recorded once for each way to cut it into stages."""
 
     def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
         self._profile, self._optimizers = profile, optimizers
-        self._recorded: dict[Any, Recording] = {}
+        self._recorded: dict[Any, StageTrace] = {}
         self._cut = functools.cache(self._profile_of)
 
-    def plan(self, job: Job) -> Plan:
+    def plan(self, job: TrainingJob) -> Plan:
         """As every rank would make it, its stages included."""
         model = self._profile.model
         given = (self._optimizers, job.strategy, job.procs, job.procs, job.marks, job.slices, job.mesh)
         plan = self._quickened(make_plan(model, *given), job)
         if job.saved is not None:
-            whole = completed(plan, job.saved, model)
+            whole = complete_saved_plan(plan, job.saved, model)
             plan = dataclasses.replace(whole, recompute=plan.recompute or whole.recompute)
         if plan.mesh.get("stage", 1) == 1:
             return plan
@@ -104,18 +104,18 @@ class Planner:
             self._recorded[key] = self._record(plan.pipeline, units, plan.pipeline.stages or plan.mesh["stage"], rows)
         return dataclasses.replace(plan, stages=self._recorded[key])
 
-    def _quickened(self, plan: Plan, job: Job) -> Plan:
+    def _quickened(self, plan: Plan, job: TrainingJob) -> Plan:
         """On a GPU 16 bits come by themselves. Compiled kernels hold somewhat less than is counted here."""
         if self._profile.device != "cuda" or job.saved is not None:
             return plan
-        asked = dataclasses.replace(asked_of(job.strategy), compile=False, graphs=False)
+        asked = dataclasses.replace(requested_fast_path(job.strategy), compile=False, graphs=False)
         amp = job.strategy.amp if job.strategy.amp is not None else plan.amp
-        traits = traits_of(plan, Machine(cuda=True, bf16=True), self._profile.model, self._optimizers, False)
-        return with_chosen(plan, decide(asked, amp, traits))
+        traits = traits_of(plan, DeviceCapabilities(cuda=True, bf16=True), self._profile.model, self._optimizers, False)
+        return with_fast_path(plan, decide(asked, amp, traits))
 
-    def _record(self, pipeline: Pipeline, units: Mapping[str, int], count: int, rows: int) -> Recording:
-        model = Shadow(self._profile.model, []).model
-        batch = placed(self._profile.placeholders(max(rows, 2)))  # not 1: batch norm refuses one row
+    def _record(self, pipeline: Pipeline, units: Mapping[str, int], count: int, rows: int) -> StageTrace:
+        model = FakeModel(self._profile.model, []).model
+        batch = batch_placeholders(self._profile.placeholders(max(rows, 2)))  # not 1: batch norm refuses one row
 
         def call(given: object) -> object:
             return self._profile.step(model, given)
@@ -124,7 +124,7 @@ class Planner:
 
     # ---- for the planner's memory model ----
 
-    def drafted(self, plan: Plan, samples: int) -> tuple[Profile, Draft]:
+    def draft_for_plan(self, plan: Plan, samples: int) -> tuple[Profile, Draft]:
         """The plan as a draft, and a profile whose units it can be told in."""
         splits = tuple(plan.splits.items())
         profile = self._cut((), splits, plan.spread) if splits else self._profile

@@ -9,16 +9,18 @@ from typing import Any
 from echelon.base.formatting import size
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.model_costs import Anatomy
-from echelon.planner.plan_search.answer import Answer, Choice, Rejected
-from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Stage
+from echelon.planner.model_costs import ProfileLike
+from echelon.planner.plan_search.search_result import PlanChoice, RejectedPlan, SearchResult
+from echelon.tools.plan_report.report_data import ClusterFigure, ClusterSummary, PlanAlternative, PlanReport, StageUnits
 
 
-def gather(profile: Anatomy, cluster: Cluster, batch: int, answer: Answer, asked: dict[str, Any]) -> Report:
+def build_plan_report(
+    profile: ProfileLike, cluster: Cluster, batch: int, answer: SearchResult, asked: dict[str, Any]
+) -> PlanReport:
     """All but what takes further searches."""
     best = answer.best[0] if answer.best else None
     nearest = answer.nearest
-    return Report(
+    return PlanReport(
         model=profile.name,
         units=len(profile.names),
         weights=weights(profile),
@@ -29,41 +31,41 @@ def gather(profile: Anatomy, cluster: Cluster, batch: int, answer: Answer, asked
         stages=tuple(stages(profile, best.draft)) if best else (),
         neighbours=tuple(map(_rejected, answer.rejected)),
         approximate=tuple(
-            Remark(means.name, means.prediction.seconds, means.against, "", str(means.draft))
+            PlanAlternative(means.name, means.prediction.seconds, means.against, "", str(means.draft))
             for means in answer.would_help
         ),
         notes=answer.notes,
         considered=answer.considered,
         seconds=answer.seconds,
-        nearest=Choice(nearest.draft, nearest.prediction) if nearest else None,
+        nearest=PlanChoice(nearest.draft, nearest.prediction) if nearest else None,
         reason=nearest.reason if nearest else "",
     )
 
 
-def _rejected(other: Rejected) -> Remark:
+def _rejected(other: RejectedPlan) -> PlanAlternative:
     seconds = other.prediction.seconds if other.prediction else None
-    return Remark(other.what or str(other.draft), seconds, other.against, other.reason, str(other.draft))
+    return PlanAlternative(other.what or str(other.draft), seconds, other.against, other.reason, str(other.draft))
 
 
-def weights(profile: Anatomy) -> float:
+def weights(profile: ProfileLike) -> float:
     """Entries of all parameters, those that units share counted once."""
     sheet = profile.sheet(1)
     twice = sum((len(tie) - 1) * entries for tie, entries in zip(profile.ties, sheet.tied, strict=True))
     return sum(unit.weights for unit in sheet.units) - twice
 
 
-def stages(profile: Anatomy, draft: Draft) -> Iterator[Stage]:
+def stages(profile: ProfileLike, draft: Draft) -> Iterator[StageUnits]:
     bounds = (0, *draft.cuts, len(profile.names))
     for stage, (first, end) in enumerate(itertools.pairwise(bounds)):
         recompute = bool(draft.recompute) and draft.recompute[stage]
-        yield Stage(stage, stage % draft.stage, profile.names[first:end], recompute)
+        yield StageUnits(stage, stage % draft.stage, profile.names[first:end], recompute)
 
 
 # ---- the cluster ----
 
 
-def machines(cluster: Cluster) -> Machines:
-    return Machines(str(cluster), _in_words(cluster), cluster.size, tuple(_figures(cluster)))
+def machines(cluster: Cluster) -> ClusterSummary:
+    return ClusterSummary(str(cluster), _in_words(cluster), cluster.size, tuple(_figures(cluster)))
 
 
 def _in_words(cluster: Cluster) -> str:
@@ -84,7 +86,7 @@ def _host_in_words(count: int, host: Host) -> str:
     return f"{count:,} host{'s' if count > 1 else ''} of {kinds} ({size(least)} each){inside}"
 
 
-def _figures(cluster: Cluster) -> Iterator[Figure]:
+def _figures(cluster: Cluster) -> Iterator[ClusterFigure]:
     for device in cluster.kinds:
         yield from sorted(_of_device(device), key=lambda figure: figure.origin)
     links = {host.link.name: host.link for _, host in cluster.hosts if len(host.devices) > 1}
@@ -94,23 +96,25 @@ def _figures(cluster: Cluster) -> Iterator[Figure]:
         yield from sorted(_of_link(link), key=lambda figure: figure.origin)
 
 
-def _of_device(device: Device) -> Iterator[Figure]:
+def _of_device(device: Device) -> Iterator[ClusterFigure]:
     for dtype, flops in device.peak.items():
-        yield Figure(device.name, dtype, flops, "FLOP/s", device.origin_of("peak"))
+        yield ClusterFigure(device.name, dtype, flops, "FLOP/s", device.origin_of("peak"))
     for name, what, unit in (
         ("memory", "memory", "B"),
         ("bandwidth", "memory bandwidth", "B/s"),
         ("launch", "launch", "s"),
         ("floor", "shortest kernel", "s"),
     ):
-        yield Figure(device.name, what, getattr(device, name), unit, device.origin_of(name))
+        yield ClusterFigure(device.name, what, getattr(device, name), unit, device.origin_of(name))
     for name, what in (("products", "large products reach"), ("streams", "large streams reach")):
-        yield Figure(device.name, what, getattr(device, name)[-1][1], "of the peak", device.origin_of(name))
-    yield Figure(device.name, "attention reaches", device.attention, "of the peak", device.origin_of("attention"))
+        yield ClusterFigure(device.name, what, getattr(device, name)[-1][1], "of the peak", device.origin_of(name))
+    yield ClusterFigure(
+        device.name, "attention reaches", device.attention, "of the peak", device.origin_of("attention")
+    )
 
 
-def _of_link(link: Link) -> Iterator[Figure]:
-    yield Figure(link.name, "bandwidth", link.bandwidth, "B/s", link.origin_of("bandwidth"))
-    yield Figure(link.name, "latency", link.latency, "s", link.origin_of("latency"))
+def _of_link(link: Link) -> Iterator[ClusterFigure]:
+    yield ClusterFigure(link.name, "bandwidth", link.bandwidth, "B/s", link.origin_of("bandwidth"))
+    yield ClusterFigure(link.name, "latency", link.latency, "s", link.origin_of("latency"))
     if link.tables:
-        yield Figure(link.name, "collectives timed", len(link.tables), "tables", link.origin_of("tables"))
+        yield ClusterFigure(link.name, "collectives timed", len(link.tables), "tables", link.origin_of("tables"))

@@ -14,8 +14,8 @@ from echelon.base import formatting
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PARTS
-from echelon.plan.saved_plan import Predicted, SavedPlan
-from echelon.tools.plan_report.plan_tables import HELD, MEANING, Section, print_tables, text_of
+from echelon.plan.saved_plan import SavedPlan, SavedPrediction
+from echelon.tools.plan_report.plan_tables import HELD, MEANING, TitledTable, print_tables, text_of
 
 VERSION = 1
 #: Part of a step below which two predictions are the same to a reader.
@@ -26,7 +26,7 @@ FEW = 8  # entries of a list that are written out
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlanDifference:
     """One figure of both plans, in seconds or bytes."""
 
     what: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """Two plans, and what differs between them.
 
     names:     short names of both files, for the heads of columns
@@ -52,8 +52,8 @@ class Comparison:
     names: tuple[str, str]
     plans: tuple[SavedPlan, SavedPlan]
     decisions: tuple[tuple[str, str, str], ...]
-    parts: tuple[Difference, ...]
-    memory: tuple[Difference, ...]
+    parts: tuple[PlanDifference, ...]
+    memory: tuple[PlanDifference, ...]
     notes: tuple[str, ...]
 
     @property
@@ -62,10 +62,10 @@ class Comparison:
         return first.draft.batch != second.draft.batch
 
     @property
-    def seconds(self) -> Difference | None:
+    def seconds(self) -> PlanDifference | None:
         """Return the whole of ``parts``; None where a plan has no prediction."""
         found = [_per(plan, plan.predicted.seconds, self.by_sample) for plan in self.plans if plan.predicted]
-        return Difference("in all", *found) if len(found) == 2 else None
+        return PlanDifference("in all", *found) if len(found) == 2 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints: seconds, bytes, and the fields of both drafts."""
@@ -99,14 +99,14 @@ def compare_files(paths: tuple[str, str], beside: Sequence[str], as_json: bool) 
         print(text_of(headline(comparison), sections(comparison)))
 
 
-def compare(first: SavedPlan, second: SavedPlan, names: tuple[str, str]) -> Comparison:
+def compare(first: SavedPlan, second: SavedPlan, names: tuple[str, str]) -> PlanComparison:
     """Return what differs between two plans."""
     by_sample = first.draft.batch != second.draft.batch
     before, after = first.predicted, second.predicted
     parts = tuple(_parts(first, second, by_sample)) if before and after else ()
     memory = tuple(_memory(before, after)) if before and after else ()
     notes = tuple(_notes(first, second, names))
-    return Comparison(names, (first, second), tuple(_decisions(first, second)), parts, memory, notes)
+    return PlanComparison(names, (first, second), tuple(_decisions(first, second)), parts, memory, notes)
 
 
 def _short_names(first: str, second: str) -> tuple[str, str]:
@@ -142,7 +142,7 @@ def _in_words(value: Any) -> str:
     return shown if len(value) <= FEW else f"{shown}, ... ({len(value)} in all)"
 
 
-def _parts(first: SavedPlan, second: SavedPlan, by_sample: bool) -> Iterator[Difference]:
+def _parts(first: SavedPlan, second: SavedPlan, by_sample: bool) -> Iterator[PlanDifference]:
     assert first.predicted
     assert second.predicted
     before, after = first.predicted.parts, second.predicted.parts
@@ -150,23 +150,23 @@ def _parts(first: SavedPlan, second: SavedPlan, by_sample: bool) -> Iterator[Dif
         one = _per(first, before.get(part, 0.0), by_sample)
         other = _per(second, after.get(part, 0.0), by_sample)
         if one or other:
-            yield Difference(part, one, other)
+            yield PlanDifference(part, one, other)
 
 
 def _per(plan: SavedPlan, seconds: float, by_sample: bool) -> float:
     return seconds / plan.draft.batch if by_sample else seconds
 
 
-def _memory(before: Predicted, after: Predicted) -> Iterator[Difference]:
+def _memory(before: SavedPrediction, after: SavedPrediction) -> Iterator[PlanDifference]:
     kinds = _fullest(before), _fullest(after)
     for kind in dict.fromkeys((*HELD, *kinds[0], *kinds[1])):
         one, other = (found.get(kind, 0.0) for found in kinds)
         if one or other:
-            yield Difference(kind, one, other)
-    yield Difference("in all", *(max(each.memory, default=0.0) for each in (before, after)))
+            yield PlanDifference(kind, one, other)
+    yield PlanDifference("in all", *(max(each.memory, default=0.0) for each in (before, after)))
 
 
-def _fullest(predicted: Predicted) -> Mapping[str, float]:
+def _fullest(predicted: SavedPrediction) -> Mapping[str, float]:
     """Return the bytes by kind of the device that holds most."""
     return max(predicted.kinds, key=lambda kinds: sum(kinds.values()), default={})
 
@@ -204,7 +204,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 # ---- in words ----
 
 
-def headline(comparison: Comparison) -> list[str]:
+def headline(comparison: PlanComparison) -> list[str]:
     """Return a line for each plan, and the sentence."""
     lines = [
         f"{name}: {plan.draft}; {plan.name or 'a model'} on {plan.cluster or 'unknown machines'}"
@@ -213,7 +213,7 @@ def headline(comparison: Comparison) -> list[str]:
     return [*lines, sentence(comparison)]
 
 
-def sentence(comparison: Comparison) -> str:
+def sentence(comparison: PlanComparison) -> str:
     """Say which plan is quicker, by how much, and in which parts of a step most of the difference lies."""
     whole, names = comparison.seconds, comparison.names
     if whole is None:
@@ -229,7 +229,7 @@ def sentence(comparison: Comparison) -> str:
     return f"{quicker} takes {less:.1%} less than {slower} ({times} {per}): {_most(comparison, whole.change)}"
 
 
-def _most(comparison: Comparison, change: float) -> str:
+def _most(comparison: PlanComparison, change: float) -> str:
     """Name the part that brings most of the difference, and the one that works most against it."""
     sign = 1 if change < 0 else -1  # towards the quicker plan
     saved = max(comparison.parts, key=lambda part: -sign * part.change)
@@ -240,31 +240,31 @@ def _most(comparison: Comparison, change: float) -> str:
     return words
 
 
-def _called(part: Difference) -> str:
+def _called(part: PlanDifference) -> str:
     meaning = MEANING.get(part.what)
     return f"{part.what} ({meaning})" if meaning else part.what
 
 
-def sections(comparison: Comparison) -> list[Section]:
+def sections(comparison: PlanComparison) -> list[TitledTable]:
     """Return the tables: what was decided, seconds by part, bytes by kind, and what to know of the comparison."""
     names, whole = comparison.names, comparison.seconds
-    found = [Section("Decisions that differ", list(comparison.decisions), ("", *names))]
+    found = [TitledTable("Decisions that differ", list(comparison.decisions), ("", *names))]
     if whole is not None:
         what = "for each sample" if comparison.by_sample else "of a step"
         head = ("", *names, "difference", "of all", "")
         rows = [_time_row(each, whole.first) for each in (*comparison.parts, whole)]
-        found.append(Section(f"Predicted time {what}", rows, head, (1, 2, 3, 4)))
+        found.append(TitledTable(f"Predicted time {what}", rows, head, (1, 2, 3, 4)))
     if comparison.memory:
         unit, scale = formatting.unit_for(max(max(each.first, each.second) for each in comparison.memory))
         rows = [_memory_row(each, scale) for each in comparison.memory]
         found.append(
-            Section(f"Predicted memory of the fullest device, {unit}", rows, ("", *names, "difference"), (1, 2, 3))
+            TitledTable(f"Predicted memory of the fullest device, {unit}", rows, ("", *names, "difference"), (1, 2, 3))
         )
-    found.append(Section("To know", [(note,) for note in comparison.notes]))
+    found.append(TitledTable("To know", [(note,) for note in comparison.notes]))
     return [section for section in found if section.rows]
 
 
-def _time_row(each: Difference, whole: float) -> tuple[str, ...]:
+def _time_row(each: PlanDifference, whole: float) -> tuple[str, ...]:
     sign = "+" if each.change > 0 else "-" if each.change < 0 else ""
     change = f"{sign}{formatting.duration(abs(each.change))}"
     share = formatting.percent(each.change / whole, signed=True)
@@ -278,7 +278,7 @@ def _time_row(each: Difference, whole: float) -> tuple[str, ...]:
     )
 
 
-def _memory_row(each: Difference, scale: float) -> tuple[str, ...]:
+def _memory_row(each: PlanDifference, scale: float) -> tuple[str, ...]:
     sign = "+" if each.change > 0 else "-" if each.change < 0 else ""
     shown = (formatting.amount(value, scale) for value in (each.first, each.second))
     return (each.what, *shown, f"{sign}{formatting.amount(abs(each.change), scale)}")
@@ -301,5 +301,5 @@ def _plan_data(name: str, plan: SavedPlan) -> dict[str, Any]:
     }
 
 
-def _figures(differences: Sequence[Difference]) -> dict[str, dict[str, float]]:
+def _figures(differences: Sequence[PlanDifference]) -> dict[str, dict[str, float]]:
     return {each.what: {"first": each.first, "second": each.second, "change": each.change} for each in differences}

@@ -13,33 +13,33 @@ from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.cost.system import ECHELON, STATE, System
-from echelon.planner.plan_search.answer import Answer, Choice
 from echelon.planner.plan_search.neighbours import neighbours
-from echelon.planner.plan_search.search import Hunt, search
+from echelon.planner.plan_search.search import PlanSearch, search
+from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 from echelon.planner.profiling.named_optimizers import NAMED, named_optimizer
 from echelon.planner.profiling.optimizer_state import optimizer_name, with_state_of
 from echelon.tools.plan_report import build_report, sensitivity
-from echelon.tools.plan_report.model_source import Source
-from echelon.tools.plan_report.plan_options import Asked, Orders
-from echelon.tools.plan_report.report import Report
+from echelon.tools.plan_report.model_source import ModelSource
+from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOptions
+from echelon.tools.plan_report.report_data import PlanReport
 
 
-def make_report(asked: Asked, cluster: Cluster, source: Source, orders: Orders) -> Report:
+def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, orders: PlanReportOptions) -> PlanReport:
     """Search, or take the saved plan, and say all there is to say of it."""
     asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
-    planner = Planner(asked, source, _system(asked, source))
+    planner = ReportPlanner(asked, source, _system(asked, source))
     before = SavedPlan.load(orders.explain).draft if orders.explain else None
     begin = time.process_time()
     answer = planner.again(before, cluster) if before else planner.best(cluster)
     costs = time.process_time() - begin
-    report = build_report.gather(source.profile, cluster, planner.batch, answer, asked.to_dict())
+    report = build_report.build_plan_report(source.profile, cluster, planner.batch, answer, asked.to_dict())
     if not answer.best:
         return report
     chosen = answer.best[0]
     if orders.save:
         _save(orders.save, chosen, asked, source)
     same = planner.same(chosen.draft, cluster)
-    ask = same if before else sensitivity.Asking(planner.other, same, costs)
+    ask = same if before else sensitivity.SensitivitySearch(planner.other, same, costs)
     return dataclasses.replace(
         report,
         options=(planner.drawn(chosen, cluster), *answer.best[1:]),
@@ -48,7 +48,7 @@ def make_report(asked: Asked, cluster: Cluster, source: Source, orders: Orders) 
     )
 
 
-def _system(asked: Asked, source: Source) -> System:
+def _system(asked: PlanOptions, source: ModelSource) -> System:
     """Return how Echelon trains, with the state of an optimizer that no table has: the script's own, or a named one."""
     name, model = asked.optimizer, source.profile.model
     if source.optimizers is not None and name == optimizer_name(source.optimizers):
@@ -59,11 +59,11 @@ def _system(asked: Asked, source: Source) -> System:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planner:
+class ReportPlanner:
     """What one command asks: always for the same model, with the same means allowed."""
 
-    asked: Asked
-    source: Source
+    asked: PlanOptions
+    source: ModelSource
     system: System = ECHELON
 
     @property
@@ -76,50 +76,52 @@ class Planner:
         assert self.asked.optimizer is not None
         return self.asked.optimizer
 
-    def best(self, cluster: Cluster) -> Answer:
+    def best(self, cluster: Cluster) -> SearchResult:
         return self._search(cluster, self.batch, self.asked.keep)
 
-    def other(self, cluster: Cluster, batch: int) -> Answer:
+    def other(self, cluster: Cluster, batch: int) -> SearchResult:
         return self._search(cluster, batch, 1)
 
-    def _search(self, cluster: Cluster, batch: int, keep: int) -> Answer:
+    def _search(self, cluster: Cluster, batch: int, keep: int) -> SearchResult:
         allow, optimizer = self.asked.allow, self.optimizer
         where = self.source.profile, cluster
         return search(*where, batch=batch, allow=allow, optimizer=optimizer, system=self.system, keep=keep)
 
-    def again(self, draft: Draft, cluster: Cluster) -> Answer:
+    def again(self, draft: Draft, cluster: Cluster) -> SearchResult:
         """A plan that was made before, as if it had been found."""
         if draft.ranks > cluster.size:
             raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
-        hunt = Hunt(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, self.system, {})
+        hunt = PlanSearch(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, self.system, {})
         hunt.look(beyond_host=False)  # neighbours are the best of their kind
-        choice = Choice(draft, self._predict(draft, cluster, events=False))
+        choice = PlanChoice(draft, self._predict(draft, cluster, events=False))
         rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))
-        return Answer((choice,), rejected, 0, 0.0, helps, notes=tuple(hunt.notes(choice)))
+        return SearchResult((choice,), rejected, 0, 0.0, helps, notes=tuple(hunt.notes(choice)))
 
     def same(self, draft: Draft, here: Cluster) -> sensitivity.Ask:
         """Asks how that plan would do elsewhere, without a search; devices that it leaves idle here, it does there."""
 
-        def ask(cluster: Cluster, batch: int) -> Answer:
+        def ask(cluster: Cluster, batch: int) -> SearchResult:
             there = sensitivity.spread(draft, draft.ranks * cluster.size // here.size, batch)
             if there is None:
-                return Answer(best=(), rejected=(), considered=0, seconds=0.0)
-            choice = Choice(there, self._predict(there, cluster, events=False))
-            return Answer(best=(choice,) if choice.prediction.fits else (), rejected=(), considered=1, seconds=0.0)
+                return SearchResult(best=(), rejected=(), considered=0, seconds=0.0)
+            choice = PlanChoice(there, self._predict(there, cluster, events=False))
+            return SearchResult(
+                best=(choice,) if choice.prediction.fits else (), rejected=(), considered=1, seconds=0.0
+            )
 
         return ask
 
-    def drawn(self, choice: Choice, cluster: Cluster) -> Choice:
+    def drawn(self, choice: PlanChoice, cluster: Cluster) -> PlanChoice:
         """The same with its timeline."""
         timed = self._predict(choice.draft, cluster, events=True)
-        return Choice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
+        return PlanChoice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
 
     def _predict(self, draft: Draft, cluster: Cluster, *, events: bool) -> Prediction:
         given = self.source.profile, cluster, draft
         return predict(*given, system=self.system, optimizer=self.optimizer, events=events)
 
 
-def _save(path: str, choice: Choice, asked: Asked, source: Source) -> None:
+def _save(path: str, choice: PlanChoice, asked: PlanOptions, source: ModelSource) -> None:
     make_saved_plan(
         choice.draft,
         source.profile,

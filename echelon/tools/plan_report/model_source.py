@@ -20,7 +20,7 @@ from echelon.parallel.objective import LossFunction
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.profiling.optimizer_state import Given
 from echelon.planner.profiling.profile import Profile, profile
-from echelon.tools.plan_report.plan_options import Asked
+from echelon.tools.plan_report.plan_options import PlanOptions
 
 DESCRIBED = ("gpt", "bert", "llama")
 ZOO = "zoo"
@@ -33,7 +33,7 @@ SAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model as the search sees it, and itself where it is more than described; a script's own optimizers."""
 
     profile: Profile
@@ -45,13 +45,13 @@ def is_script(word: str) -> bool:
     return word.endswith(".py")
 
 
-def find_source(asked: Asked, cluster: Cluster) -> Source:
+def find_source(asked: PlanOptions, cluster: Cluster) -> ModelSource:
     """The profile of what ``asked.model`` names, on such devices."""
     kind, _, rest = asked.model.partition(":")
     if kind in DESCRIBED:
         if asked.batch is None:
             raise UsageError(f"--global-batch is missing: {kind} is only described; write --global-batch 512")
-        return Source(_described(kind, rest, _device_type(cluster)))
+        return ModelSource(_described(kind, rest, _device_type(cluster)))
     if kind == ZOO:
         return _of_the_zoo(asked, rest, cluster)
     if ":" not in asked.model:
@@ -136,14 +136,14 @@ def _dtype(text: str) -> torch.dtype:
 # ---- of the zoo ----
 
 
-def _of_the_zoo(asked: Asked, words: str, cluster: Cluster) -> Source:
+def _of_the_zoo(asked: PlanOptions, words: str, cluster: Cluster) -> ModelSource:
     """``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``, without memory, and a batch of made-up data."""
     from echelon.zoo.sample import sample
 
     name, *settings = words.split(",")
     values = dict(_setting(setting) for setting in settings)
     made = sample(name, values, batch=min(asked.batch or SAMPLES, SAMPLES), device="meta")
-    return Source(profile_model(made.model, made.batch, made.loss, name=name, cluster=cluster), made.model)
+    return ModelSource(profile_model(made.model, made.batch, made.loss, name=name, cluster=cluster), made.model)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -156,7 +156,7 @@ def _setting(text: str) -> tuple[str, str]:
 # ---- made by a callable ----
 
 
-def _called(asked: Asked, cluster: Cluster) -> Source:
+def _called(asked: PlanOptions, cluster: Cluster) -> ModelSource:
     make = callable_at(asked.model, "MODEL")
     model, batch, loss = _parts(asked.model, _made(make, asked.model))
     if batch is None:
@@ -171,7 +171,7 @@ def _called(asked: Asked, cluster: Cluster) -> Source:
             )
         batch, loss = described_batch(asked.input), loss or mean_of_outputs
     name = asked.model.rpartition(":")[2]
-    return Source(profile_model(model, batch, loss, name=name, cluster=cluster), model)
+    return ModelSource(profile_model(model, batch, loss, name=name, cluster=cluster), model)
 
 
 def _made(make: Callable[[], Any], place: str) -> Any:

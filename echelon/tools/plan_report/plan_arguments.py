@@ -9,13 +9,15 @@ from echelon.base.config import build
 from echelon.base.errors import UsageError
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
-from echelon.tools.plan_report.plan_options import Asked, memory_words
+from echelon.tools.plan_report.plan_options import PlanOptions, memory_words
 
 #: The cluster that is the machine itself: torch is asked for its GPUs.
 HERE = "here"
 
 
-def read_words(model: str | None, arguments: list[str], explain: str | None, words: dict[str, Any]) -> Asked:
+def parse_plan_options(
+    model: str | None, arguments: list[str], explain: str | None, words: dict[str, Any]
+) -> PlanOptions:
     """Return what was asked for. ``words``: options by name, None where they were not given; explain: a saved plan"""
     given = {name: value for name, value in words.items() if value is not None}
     given["memory"] = memory_words(given.get("memory"))
@@ -27,10 +29,10 @@ def read_words(model: str | None, arguments: list[str], explain: str | None, wor
         raise UsageError("plan what? give a MODEL (see 'echelon plan --help'), or --explain plan.json")
     if "cluster" not in given:
         raise UsageError("--cluster is missing; write --cluster 4x8xH100, a .yaml file, or --cluster here")
-    return Asked(model=model, arguments=tuple(arguments), **given)
+    return PlanOptions(model=model, arguments=tuple(arguments), **given)
 
 
-def check_words(asked: Asked, html: str | None, save: str | None) -> None:
+def check_plan_options(asked: PlanOptions, html: str | None, save: str | None) -> None:
     """Refuse machines that do not exist, and files that cannot be written."""
     for option, path in (("--html", html), ("--save", save)):
         _check_room(option, path)
@@ -44,7 +46,7 @@ def _check_room(option: str, path: str | None) -> None:
         raise UsageError(f"{option} '{path}' cannot be written: it is a directory, or in none; give another path")
 
 
-def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> Asked:
+def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> PlanOptions:
     """What a saved plan was made from; what is given now goes before it."""
     before = SavedPlan.load(path).made_from
     if not before and model is None:
@@ -52,4 +54,4 @@ def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> Asked:
     if not before and "cluster" not in given:
         raise UsageError(f"plan '{path}' does not say what it was made for; give --cluster too")
     words = {name: value for name, value in given.items() if value is not None}
-    return build(Asked, {**before, **({"model": model} if model else {}), **words}, f"plan '{path}'")
+    return build(PlanOptions, {**before, **({"model": model} if model else {}), **words}, f"plan '{path}'")

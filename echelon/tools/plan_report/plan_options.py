@@ -9,11 +9,11 @@ from echelon.base.config import strict
 from echelon.base.errors import UsageError, nearest
 from echelon.base.quantities import quantity
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.plan_search.shapes import APPROXIMATE
+from echelon.planner.plan_search.plan_shapes import APPROXIMATE
 
 
 @strict
-class Asked:
+class PlanOptions:
     """model:   ``gpt:layers=12,...``, ``file.py:callable``, ``package.module:callable``, or a script
     cluster:    as ``Cluster.parse`` reads it
     batch:      samples of the global batch; None: as many as the batch that comes with the model
@@ -49,13 +49,13 @@ class Asked:
 
     def machines(self) -> Cluster:
         """The cluster that was asked for, with the memory that was asked for."""
-        from echelon.planner.plan_search.search import limited
+        from echelon.planner.plan_search.search import with_memory_limit
 
-        return limited(Cluster.parse(self.cluster, bench=self.bench), self.memory)
+        return with_memory_limit(Cluster.parse(self.cluster, bench=self.bench), self.memory)
 
 
 @strict
-class Orders:
+class PlanReportOptions:
     """What is to be made of it.
 
     sizes:   ask for other numbers of devices too

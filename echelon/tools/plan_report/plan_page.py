@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base import formatting
-from echelon.plan.prediction import Memory
+from echelon.plan.prediction import PredictedMemory
 from echelon.plan.simulate import Event
-from echelon.planner.plan_search.answer import Choice
-from echelon.tools.html.bars import Bar, stacked
+from echelon.planner.plan_search.search_result import PlanChoice
+from echelon.tools.html.bars import BarSegment, stacked
 from echelon.tools.html.templates import templates
-from echelon.tools.html.time_scale import Passage, passage, row_height
+from echelon.tools.html.time_scale import TimeScale, make_time_scale, row_height
 from echelon.tools.plan_report import plan_tables
-from echelon.tools.plan_report.report import Remark, Report, Size, samples_per_second
+from echelon.tools.plan_report.report_data import PlanAlternative, PlanReport, ScalingPoint, samples_per_second
 
 #: Numbers are written into rectangles of at least this part of the width.
 ROOM_FOR_NUMBER = 2.2
@@ -33,12 +33,12 @@ KINDS = {
 }
 
 
-def render(report: Report) -> str:
+def render(report: PlanReport) -> str:
     """The page, as text."""
     return templates(Path(__file__).parent).get_template("page.html.j2").render(**_view(report))
 
 
-def _view(report: Report) -> dict[str, Any]:
+def _view(report: PlanReport) -> dict[str, Any]:
     view: dict[str, Any] = {"report": report, "headline": plan_tables.headline(report), "show": plan_tables}
     view["tables"] = {section.title: section for section in plan_tables.sections(report)}
     view["figures"] = plan_tables.figures(report.machines)
@@ -63,7 +63,7 @@ def _view(report: Report) -> dict[str, Any]:
     }
 
 
-def _facts(report: Report) -> list[tuple[str, str, str]]:
+def _facts(report: PlanReport) -> list[tuple[str, str, str]]:
     """(what, figure, small print): what one wants to know first."""
     choice = report.choice
     fullest, parts = choice.prediction.fullest, choice.prediction.parts
@@ -80,7 +80,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     return facts
 
 
-def _used(report: Report) -> str:
+def _used(report: PlanReport) -> str:
     """``32 devices``, or ``16 of 24 devices`` where some stay idle."""
     used, there = report.choice.draft.ranks, report.machines.devices
     return f"{used:,}{f' of {there:,}' if used != there else ''} device{'s' if there > 1 else ''}"
@@ -90,20 +90,20 @@ def _used(report: Report) -> str:
 
 
 @dataclass(frozen=True)
-class Filled:
+class DeviceMemoryBar:
     """A device's memory as a bar. ``limit`` is where its line goes; None where there is no limit."""
 
     rank: int
-    memory: Memory
-    bars: list[Bar]
+    memory: PredictedMemory
+    bars: list[BarSegment]
     limit: float | None
 
 
-def memory_bars(memories: Sequence[Memory]) -> list[Filled]:
+def memory_bars(memories: Sequence[PredictedMemory]) -> list[DeviceMemoryBar]:
     """All to the same scale, on which the fullest and every limit have room."""
     whole = 1.02 * max(max(each.total, each.limit) for each in memories)
     return [
-        Filled(
+        DeviceMemoryBar(
             rank,
             each,
             stacked([(name, getattr(each, name)) for name in plan_tables.HELD if getattr(each, name)], whole),
@@ -114,19 +114,19 @@ def memory_bars(memories: Sequence[Memory]) -> list[Filled]:
 
 
 @dataclass(frozen=True)
-class Change:
-    remark: Remark
+class ChangeBar:
+    remark: PlanAlternative
     left: float
     width: float
 
 
-def change_bars(remarks: Sequence[Remark]) -> list[Change]:
+def change_bars(remarks: Sequence[PlanAlternative]) -> list[ChangeBar]:
     """Bars to the left of the middle for what is quicker, to the right for what is slower."""
     most = max([abs(remark.against or 0.0) for remark in remarks] + [0.05])
     found = []
     for remark in remarks:
         width = 50 * abs(remark.against or 0.0) / most
-        found.append(Change(remark, 50 - width if (remark.against or 0.0) < 0 else 50.0, width))
+        found.append(ChangeBar(remark, 50 - width if (remark.against or 0.0) < 0 else 50.0, width))
     return found
 
 
@@ -134,7 +134,7 @@ def change_bars(remarks: Sequence[Remark]) -> list[Change]:
 
 
 @dataclass(frozen=True)
-class Block:
+class TimelineBlock:
     event: Event
     chunk: int
     left: float
@@ -149,7 +149,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimelineFigure:
     """rows: number of ranks; row: height of each; blocks: what they do; ticks: (where, what time)
     end:    when the pipeline is done; ``rest`` is where the step's rest (sums, update) begins, to 100
     gap:    where the middle is left out, or None
@@ -157,7 +157,7 @@ class Timeline:
 
     rows: int
     row: float
-    blocks: list[Block]
+    blocks: list[TimelineBlock]
     kinds: dict[str, str]
     ticks: list[tuple[float, str]]
     gap: float | None
@@ -170,7 +170,7 @@ class Timeline:
         return self.rows * self.row
 
 
-def timeline(choice: Choice) -> Timeline | None:
+def timeline(choice: PlanChoice) -> TimelineFigure | None:
     """The pipeline's events as blocks; None where there are none."""
     events, whole = choice.prediction.events, choice.seconds
     if not events:
@@ -178,9 +178,9 @@ def timeline(choice: Choice) -> Timeline | None:
     end = max(event.end for event in events)
     whole = max(whole, end)
     rows = 1 + max(event.rank for event in events)
-    scale = passage([(event.begin, event.end) for event in events], whole, rows)
+    scale = make_time_scale([(event.begin, event.end) for event in events], whole, rows)
     inside = [event for event in events if scale.shows(event.begin, event.end)]
-    return Timeline(
+    return TimelineFigure(
         rows,
         row_height(rows),
         [_block(event, scale, rows) for event in inside],
@@ -193,19 +193,21 @@ def timeline(choice: Choice) -> Timeline | None:
     )
 
 
-def _block(event: Event, scale: Passage, rows: int) -> Block:
+def _block(event: Event, scale: TimeScale, rows: int) -> TimelineBlock:
     left, right = scale.at(event.begin), scale.at(event.end)
-    return Block(event, event.action.stage // rows, left, max(0.0, right - left), right - left >= ROOM_FOR_NUMBER)
+    return TimelineBlock(
+        event, event.action.stage // rows, left, max(0.0, right - left), right - left >= ROOM_FOR_NUMBER
+    )
 
 
 # ---- time over devices ----
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingChartPoint:
     """x in percent, y in pixels; ``ideal`` is where y were if twice the devices took half the time."""
 
-    size: Size
+    size: ScalingPoint
     x: float
     y: float
     ideal: float
@@ -219,7 +221,7 @@ class Point:
 LINE_HEIGHT, LINE_MARGIN = 260.0, 34.0
 
 
-def line(sizes: Sequence[Size], devices: int) -> list[Point]:
+def line(sizes: Sequence[ScalingPoint], devices: int) -> list[ScalingChartPoint]:
     """Both axes are logarithmic, so that perfect scaling is a straight line."""
     there = [size for size in sizes if size.seconds]
     if len(there) < 2:
@@ -234,7 +236,7 @@ def line(sizes: Sequence[Size], devices: int) -> list[Point]:
         return LINE_MARGIN + (LINE_HEIGHT - 2 * LINE_MARGIN) * (high - value) / max(high - low, 1e-9)
 
     return [
-        Point(
+        ScalingChartPoint(
             size,
             8 + 84 * (_log(size.devices) - _log(first.devices)) / across,
             height(at),

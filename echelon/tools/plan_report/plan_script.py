@@ -18,17 +18,17 @@ from typing import Any
 
 from echelon.base.environment import PLAN_ONLY
 from echelon.base.errors import UsageError
-from echelon.tools.plan_report.plan_options import Asked, Orders
-from echelon.tools.plan_report.report import Report
+from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOptions
+from echelon.tools.plan_report.report_data import PlanReport
 
 
-def ask_script(asked: Asked, orders: Orders) -> Report:
+def ask_script(asked: PlanOptions, orders: PlanReportOptions) -> PlanReport:
     """Run the script until it has shown its model and a batch; what was planned for them."""
     if not Path(asked.model).is_file():
         raise UsageError(f"MODEL: no file at '{asked.model}'")
     asked.machines()  # a slip in the cluster is told before the script has run for minutes
     wanted = {"asked": asked.to_dict(), "orders": dataclasses.asdict(orders)}
-    return Report.from_dict(ask(asked.model, asked.arguments, wanted)["report"])
+    return PlanReport.from_dict(ask(asked.model, asked.arguments, wanted)["report"])
 
 
 def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:

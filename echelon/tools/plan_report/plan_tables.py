@@ -10,9 +10,17 @@ from dataclasses import dataclass, fields
 from echelon.base import formatting
 from echelon.base.quantities import Kind
 from echelon.base.quantities import show as quantity_words
-from echelon.plan.prediction import PARTS, Memory
-from echelon.planner.plan_search.answer import Choice
-from echelon.tools.plan_report.report import Figure, Machines, Remark, Report, Size, Stage, samples_per_second
+from echelon.plan.prediction import PARTS, PredictedMemory
+from echelon.planner.plan_search.search_result import PlanChoice
+from echelon.tools.plan_report.report_data import (
+    ClusterFigure,
+    ClusterSummary,
+    PlanAlternative,
+    PlanReport,
+    ScalingPoint,
+    StageUnits,
+    samples_per_second,
+)
 
 #: What the parts of a step's time are, for those who read the tables.
 MEANING = {
@@ -29,7 +37,7 @@ MEANING = {
 }
 
 #: The parts of a device's memory, in the order they are shown.
-HELD = tuple(field.name for field in fields(Memory) if field.name != "limit")
+HELD = tuple(field.name for field in fields(PredictedMemory) if field.name != "limit")
 
 
 #: Columns of text where nobody says how wide it may be; only words at the end of a row are folded.
@@ -37,7 +45,7 @@ WIDTH = 130
 
 
 @dataclass(frozen=True)
-class Section:
+class TitledTable:
     """A table under a title. ``right`` are the columns of numbers; the other ones are words."""
 
     title: str
@@ -47,7 +55,7 @@ class Section:
     note: str = ""
 
 
-def sections(report: Report) -> list[Section]:
+def sections(report: PlanReport) -> list[TitledTable]:
     """All there is to say, in the order it is read."""
     if not report.options:
         return [*_nearest(report), figures(report.machines)]
@@ -57,7 +65,7 @@ def sections(report: Report) -> list[Section]:
         times(choice),
         memory(choice),
         contents(report.stages),
-        Section("To know", [(note,) for note in report.notes]),
+        TitledTable("To know", [(note,) for note in report.notes]),
         neighbours(report.neighbours),
         approximate(report.approximate),
         sensitivities(report.sensitivities),
@@ -67,17 +75,17 @@ def sections(report: Report) -> list[Section]:
     return [section for section in found if section.rows]
 
 
-def headline(report: Report) -> list[str]:
+def headline(report: PlanReport) -> list[str]:
     weights = f"{formatting.count(report.weights)} parameters in {report.units} unit{'s' if report.units > 1 else ''}"
     return [f"{report.model}: {weights}, batch {report.batch:,}", f"on {report.machines.words}"]
 
 
-def plain(report: Report) -> str:
+def plain(report: PlanReport) -> str:
     """All of it as text without colours."""
     return text_of(headline(report), sections(report))
 
 
-def text_of(lines: Sequence[str], tables: Sequence[Section]) -> str:
+def text_of(lines: Sequence[str], tables: Sequence[TitledTable]) -> str:
     """Return a headline and tables as text without colours."""
     return "\n\n".join(["\n".join(lines), *map(_plain, tables)])
 
@@ -85,7 +93,7 @@ def text_of(lines: Sequence[str], tables: Sequence[Section]) -> str:
 # ---- the sections ----
 
 
-def plans(report: Report) -> Section:
+def plans(report: PlanReport) -> TitledTable:
     best = report.choice.seconds
     rows = [
         (
@@ -100,18 +108,18 @@ def plans(report: Report) -> Section:
     ]
     head = ("", "plan", "a step", "samples/s", "fullest device", "against it")
     title = f"Plans (the best of {report.considered:,} in {formatting.duration(report.seconds)})"
-    return Section(title if report.considered else "Plan", rows, head, (0, 2, 3, 4, 5))
+    return TitledTable(title if report.considered else "Plan", rows, head, (0, 2, 3, 4, 5))
 
 
-def times(choice: Choice) -> Section:
+def times(choice: PlanChoice) -> TitledTable:
     rows = [
         (part, formatting.duration(seconds), formatting.percent(share), "#" * round(40 * share), MEANING.get(part, ""))
         for part, seconds, share in time_parts(choice)
     ]
-    return Section(f"Time of a step: {formatting.duration(choice.seconds)}", rows, right=(1, 2))
+    return TitledTable(f"Time of a step: {formatting.duration(choice.seconds)}", rows, right=(1, 2))
 
 
-def time_parts(choice: Choice) -> Iterator[tuple[str, float, float]]:
+def time_parts(choice: PlanChoice) -> Iterator[tuple[str, float, float]]:
     """(part, seconds, part of the step), those that take none left out."""
     whole, parts = choice.seconds, choice.prediction.parts
     for part in (*PARTS, *(name for name in parts if name not in PARTS)):
@@ -119,7 +127,7 @@ def time_parts(choice: Choice) -> Iterator[tuple[str, float, float]]:
             yield part, parts[part], parts[part] / whole
 
 
-def memory(choice: Choice) -> Section:
+def memory(choice: PlanChoice) -> TitledTable:
     held = [name for name in HELD if any(getattr(each, name) for each in choice.prediction.memory)]
     unit, scale = formatting.unit_for(max(each.total for each in choice.prediction.memory))
     shown = [
@@ -130,12 +138,12 @@ def memory(choice: Choice) -> Section:
     rows = [(place if several else "each", *row) for place, row in _runs(shown)]
     title = f"Memory of a device, {unit}{', by rank along the stage axis' if several else ''}"
     head = ("rank" if several else "", *held, "in all")
-    return Section(title, rows, head, tuple(range(1, len(head))))
+    return TitledTable(title, rows, head, tuple(range(1, len(head))))
 
 
-def contents(stages: Sequence[Stage]) -> Section:
+def contents(stages: Sequence[StageUnits]) -> TitledTable:
     if len(stages) < 2:
-        return Section("Stages", [])
+        return TitledTable("Stages", [])
     rows = [
         (
             str(stage.stage),
@@ -145,25 +153,25 @@ def contents(stages: Sequence[Stage]) -> Section:
         )
         for stage in stages
     ]
-    return Section("Stages", rows, ("stage", "on", "units", "which"), (0, 2))
+    return TitledTable("Stages", rows, ("stage", "on", "units", "which"), (0, 2))
 
 
-def neighbours(remarks: Sequence[Remark]) -> Section:
+def neighbours(remarks: Sequence[PlanAlternative]) -> TitledTable:
     rows = [(f"{remark.what}: {in_words(remark)}",) for remark in remarks]
-    return Section("Why not otherwise", rows)
+    return TitledTable("Why not otherwise", rows)
 
 
-def approximate(remarks: Sequence[Remark]) -> Section:
+def approximate(remarks: Sequence[PlanAlternative]) -> TitledTable:
     rows = [(remark.what, in_words(remark), remark.plan) for remark in remarks]
     note = "These change the numbers, so they are only used where you allow them: --allow NAME,..."
-    return Section("What approximate means would bring", rows, right=(1,), note=note)
+    return TitledTable("What approximate means would bring", rows, right=(1,), note=note)
 
 
-def sensitivities(remarks: Sequence[Remark]) -> Section:
-    return Section("If it were otherwise", [(remark.what, in_words(remark), remark.plan) for remark in remarks])
+def sensitivities(remarks: Sequence[PlanAlternative]) -> TitledTable:
+    return TitledTable("If it were otherwise", [(remark.what, in_words(remark), remark.plan) for remark in remarks])
 
 
-def sizes(found: Sequence[Size], batch: int) -> Section:
+def sizes(found: Sequence[ScalingPoint], batch: int) -> TitledTable:
     rows = [
         (
             f"{size.devices:,}",
@@ -173,23 +181,23 @@ def sizes(found: Sequence[Size], batch: int) -> Section:
         )
         for size in found
     ]
-    return Section("Time over the number of devices", rows, ("devices", "a step", "samples/s", "plan"), (0, 1, 2))
+    return TitledTable("Time over the number of devices", rows, ("devices", "a step", "samples/s", "plan"), (0, 1, 2))
 
 
-def figures(machines: Machines) -> Section:
+def figures(machines: ClusterSummary) -> TitledTable:
     """What each part of the cluster is reckoned with, and which of it was measured."""
     rows = []
     for of, group in itertools.groupby(machines.figures, key=lambda figure: figure.of):
         for origin, same in itertools.groupby(group, key=lambda figure: figure.origin):
             rows.append((of, origin, ", ".join(figure_in_words(figure) for figure in same)))
     note = "" if all(figure.origin != "default" for figure in machines.figures) else MEASURE
-    return Section("Reckoned with", rows, note=note)
+    return TitledTable("Reckoned with", rows, note=note)
 
 
 MEASURE = "Defaults are those of the device's kind; 'echelon bench --out FILE' measures, plan --bench FILE uses it."
 
 
-def figure_in_words(figure: Figure) -> str:
+def figure_in_words(figure: ClusterFigure) -> str:
     """``bfloat16 989 TFLOP/s``, ``latency 5 us``."""
     if figure.unit == "B":
         return f"{figure.what} {formatting.size(figure.value)}"
@@ -200,24 +208,24 @@ def figure_in_words(figure: Figure) -> str:
 _QUANTITIES: dict[str, Kind] = {"FLOP/s": "FLOP/s", "B/s": "bytes/s", "s": "seconds"}
 
 
-def _nearest(report: Report) -> Iterator[Section]:
-    yield Section("No plan fits", [(report.reason,)])
+def _nearest(report: PlanReport) -> Iterator[TitledTable]:
+    yield TitledTable("No plan fits", [(report.reason,)])
     if report.nearest is not None:
         rows = [(str(report.nearest.draft), of_limit(report.nearest.prediction.fullest))]
-        yield Section("What lacks least", rows, ("plan", "fullest device"), (1,))
+        yield TitledTable("What lacks least", rows, ("plan", "fullest device"), (1,))
         yield memory(report.nearest)
 
 
 # ---- words ----
 
 
-def in_words(remark: Remark) -> str:
+def in_words(remark: PlanAlternative) -> str:
     """``+14%, all-reduce crosses hosts``; only the reason where it cannot be."""
     change = "" if remark.against is None else formatting.percent(remark.against, signed=True)
     return ", ".join(word for word in (change, remark.why) if word) or "no plan"
 
 
-def of_limit(held: Memory) -> str:
+def of_limit(held: PredictedMemory) -> str:
     unit, scale = formatting.unit_for(held.total)
     total = formatting.amount(held.total, scale)
     if not held.limit:
@@ -240,7 +248,7 @@ def _runs(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...
 # ---- text, and rich ----
 
 
-def _plain(section: Section) -> str:
+def _plain(section: TitledTable) -> str:
     rows = [section.head, *section.rows] if section.head else list(section.rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
@@ -263,16 +271,16 @@ def _folded(row: tuple[str, ...], widths: Sequence[int], right: tuple[int, ...])
         )
 
 
-def _note(section: Section) -> list[str]:
+def _note(section: TitledTable) -> list[str]:
     return [f"  {section.note}"] if section.note else []
 
 
-def on_terminal(report: Report) -> None:
+def on_terminal(report: PlanReport) -> None:
     """The same with rich: bold titles, columns that fold to the width there is."""
     print_tables(headline(report), sections(report))
 
 
-def print_tables(lines: Sequence[str], tables: Sequence[Section]) -> None:
+def print_tables(lines: Sequence[str], tables: Sequence[TitledTable]) -> None:
     """Print a headline and tables with rich."""
     from rich import box
     from rich.console import Console

@@ -20,10 +20,10 @@ from echelon.base.errors import EchelonError
 from echelon.distributed import world as worlds
 from echelon.engine.engine import Engine
 from echelon.planner.profiling.optimizer_state import optimizer_name
-from echelon.tools.plan_report.plan_options import Asked, Orders
+from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOptions
 
 
-def listen(
+def make_planning_engine(
     model: nn.Module,
     *,
     optimizer: Any,
@@ -98,14 +98,14 @@ class PlanningEngine:
 
     def _look_at(self, batch: Any) -> NoReturn:
         from echelon.tools.plan_report.make_report import make_report
-        from echelon.tools.plan_report.model_source import Source, profile_model
+        from echelon.tools.plan_report.model_source import ModelSource, profile_model
 
         self._refuse_tables()
         try:
-            asked, orders = self._asked(), build(Orders, self._question["orders"], "orders")
+            asked, orders = self._asked(), build(PlanReportOptions, self._question["orders"], "orders")
             cluster = asked.machines()
             profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
-            report = make_report(asked, cluster, Source(profile, self._model, self._optimizer), orders)
+            report = make_report(asked, cluster, ModelSource(profile, self._model, self._optimizer), orders)
         except EchelonError as error:
             self._answer({"error": str(error)})
         if asked.batch is None:
@@ -118,8 +118,8 @@ class PlanningEngine:
         if any(isinstance(module, SparseEmbedding) for module in self._model.modules()):
             self._answer({"error": "sparse tables live on parameter servers, whose work plan does not know; use 'run'"})
 
-    def _asked(self) -> Asked:
-        asked = build(Asked, self._question["asked"], "asked")
+    def _asked(self) -> PlanOptions:
+        asked = build(PlanOptions, self._question["asked"], "asked")
         return asked if asked.optimizer else dataclasses.replace(asked, optimizer=optimizer_name(self._optimizer))
 
     def _answer(self, found: dict[str, Any]) -> NoReturn:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from echelon.base.formatting import percent
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Host
-from echelon.planner.plan_search.answer import Answer, Choice
-from echelon.tools.plan_report.report import Remark, Size
+from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
+from echelon.tools.plan_report.report_data import PlanAlternative, ScalingPoint
 
 #: Searches for the best plan of a batch on a cluster.
-Ask = Callable[[Cluster, int], Answer]
+Ask = Callable[[Cluster, int], SearchResult]
 
 #: Seconds of computing that searches for all these answers may take; the rest is answered for the plan there is.
 PATIENCE = 8.0
 
 
 @dataclass(frozen=True)
-class Case:
+class SensitivityCase:
     """What is changed: ``cluster`` and ``batch`` are as they would be then."""
 
     what: str
@@ -29,19 +29,19 @@ class Case:
     batch: int
 
 
-def cases(cluster: Cluster, batch: int) -> Iterator[Case]:
+def cases(cluster: Cluster, batch: int) -> Iterator[SensitivityCase]:
     """The questions that make sense: one host has no network, one device has nobody to talk to."""
     if cluster.host_count > 1:
-        yield Case("twice the network", cluster.with_(network=2.0), batch)
+        yield SensitivityCase("twice the network", cluster.with_(network=2.0), batch)
     if any(len(host.devices) > 1 for _, host in cluster.hosts):
-        yield Case("twice the links inside hosts", cluster.with_(link=2.0), batch)
+        yield SensitivityCase("twice the links inside hosts", cluster.with_(link=2.0), batch)
     if cluster.size > 1:
-        yield Case("half the latency", half_latency(cluster), batch)
-    yield Case("devices with 1.5x the memory", cluster.with_(memory=1.5), batch)
-    yield Case("devices that compute twice as fast", cluster.with_(speed=2.0), batch)
-    yield Case("twice the devices", cluster.with_(hosts=2 * cluster.host_count), batch)
+        yield SensitivityCase("half the latency", half_latency(cluster), batch)
+    yield SensitivityCase("devices with 1.5x the memory", cluster.with_(memory=1.5), batch)
+    yield SensitivityCase("devices that compute twice as fast", cluster.with_(speed=2.0), batch)
+    yield SensitivityCase("twice the devices", cluster.with_(hosts=2 * cluster.host_count), batch)
     if batch > 1:
-        yield Case("half the batch", cluster, batch // 2)
+        yield SensitivityCase("half the batch", cluster, batch // 2)
 
 
 def half_latency(cluster: Cluster) -> Cluster:
@@ -51,7 +51,7 @@ def half_latency(cluster: Cluster) -> Cluster:
 
 
 @dataclass
-class Asking:
+class SensitivitySearch:
     """Searches, as long as that is quick enough; then asks how the plan there is would do.
 
     search: the best plan of all
@@ -64,7 +64,7 @@ class Asking:
     costs: float = 0.0
     patience: float = PATIENCE
 
-    def __call__(self, cluster: Cluster, batch: int) -> Answer:
+    def __call__(self, cluster: Cluster, batch: int) -> SearchResult:
         if self.costs > self.patience:
             return self.same(cluster, batch)
         begin = time.process_time()  # not by the clock: a busy machine changes no answer
@@ -74,15 +74,15 @@ class Asking:
         return answer
 
 
-def sensitivities(choice: Choice, cluster: Cluster, ask: Ask) -> tuple[Remark, ...]:
+def sensitivities(choice: PlanChoice, cluster: Cluster, ask: Ask) -> tuple[PlanAlternative, ...]:
     """How long a step then takes."""
     batch = choice.draft.batch
     return tuple(_remark(case, choice, ask(case.cluster, case.batch)) for case in cases(cluster, batch))
 
 
-def _remark(case: Case, choice: Choice, answer: Answer) -> Remark:
+def _remark(case: SensitivityCase, choice: PlanChoice, answer: SearchResult) -> PlanAlternative:
     if not answer.best:
-        return Remark(
+        return PlanAlternative(
             case.what, None, None, answer.nearest.reason if answer.nearest else "another plan would be needed"
         )
     best = answer.best[0]
@@ -91,19 +91,19 @@ def _remark(case: Case, choice: Choice, answer: Answer) -> Remark:
         a_sample = (best.seconds / case.batch) / (choice.seconds / choice.draft.batch) - 1
         why = f"{percent(a_sample, signed=True)} for each sample"
     plan = "the same plan" if best.draft == choice.draft else str(best.draft)
-    return Remark(case.what, best.seconds, best.seconds / choice.seconds - 1, why, plan)
+    return PlanAlternative(case.what, best.seconds, best.seconds / choice.seconds - 1, why, plan)
 
 
-def sizes(choice: Choice, cluster: Cluster, ask: Ask) -> tuple[Size, ...]:
+def sizes(choice: PlanChoice, cluster: Cluster, ask: Ask) -> tuple[ScalingPoint, ...]:
     """The same batch on a quarter, half, twice and four times the devices."""
     found = []
     for times in (0.25, 0.5, 1.0, 2.0, 4.0):
         other = resized(cluster, times)
         if times == 1.0:
-            found.append(Size(cluster.size, choice.seconds, str(choice.draft)))
+            found.append(ScalingPoint(cluster.size, choice.seconds, str(choice.draft)))
         elif other is not None:
             best = next(iter(ask(other, choice.draft.batch).best), None)
-            found.append(Size(other.size, best.seconds if best else None, str(best.draft) if best else ""))
+            found.append(ScalingPoint(other.size, best.seconds if best else None, str(best.draft) if best else ""))
     return tuple(found)
 
 

@@ -43,7 +43,7 @@ GUARDS = {
 }
 
 
-class Pages:
+class PageCache:
     """The page of one directory, and its tag; made by one caller at a time."""
 
     def __init__(self, directory: Path) -> None:
@@ -63,17 +63,17 @@ class Pages:
             return self._page, self._tag
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """token: what callers must know; None: they are on this machine, and need not."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, pages: Pages, token: str | None) -> None:
+    def __init__(self, host: str, port: int, pages: PageCache, token: str | None) -> None:
         self.pages, self.token = pages, token
         self._room = threading.BoundedSemaphore(MOST_CALLERS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), Handler)
+        super().__init__((host, port), PageRequestHandler)
 
     @property
     def port(self) -> int:
@@ -104,7 +104,7 @@ class Server(ThreadingHTTPServer):
         """A caller that hangs up, or sends nonsense, is no news."""
 
 
-class _Heard(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     """What a caller says, as long as there is patience: a letter now and then makes it no longer."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -121,14 +121,14 @@ class _Heard(io.RawIOBase):
         return self._connection.recv_into(buffer)
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
+class PageRequestHandler(BaseHTTPRequestHandler):
+    server: PageServer
     server_version, sys_version = "echelon", ""
 
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Heard(self.connection))
+        self.rfile = io.BufferedReader(_DeadlineReader(self.connection))
 
     def do_GET(self) -> None:
         try:
@@ -230,11 +230,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_server(directory: Path, host: str, port: int) -> Server:
+def open_server(directory: Path, host: str, port: int) -> PageServer:
     """Listening, not yet answering. Other addresses than this machine's own get a token."""
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     try:
-        return Server(host, port, Pages(directory), token)
+        return PageServer(host, port, PageCache(directory), token)
     except OSError as error:
         said = error.strerror or str(error)
         raise UsageError(
@@ -244,7 +244,7 @@ def open_server(directory: Path, host: str, port: int) -> Server:
         raise UsageError(f"there is no port {port}; choose --port from 0 to 65535") from None
 
 
-def link(server: Server, host: str) -> str:
+def link(server: PageServer, host: str) -> str:
     """What to open in a browser."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import EchelonError
-from echelon.observability.runlog.reader import Run, read
+from echelon.observability.runlog.run_reader import Run, read
 from echelon.observability.runlog.tolerant_json import JSON, LARGEST, json_file
 from echelon.observability.trace import trace_files
 from echelon.observability.trace.merge import merge
@@ -21,7 +21,7 @@ TOGETHER = 50e-6
 
 
 @dataclass(frozen=True)
-class Gathered:
+class RunFiles:
     """spans: of each rank, kernels of one phase drawn together; summary: what ``echelon timeline`` makes of them"""
 
     run: Run
@@ -29,15 +29,15 @@ class Gathered:
     summary: JSON = field(default_factory=dict)
 
 
-def gather(directory: Path) -> Gathered:
+def gather(directory: Path) -> RunFiles:
     run = read(directory)
     try:
         folder = trace_files.find(directory)
     except EchelonError:
-        return Gathered(run)
+        return RunFiles(run)
     if run.facts is not None and (trace_files.recorded_at(folder) or run.facts.began) < run.facts.began:
-        return Gathered(run)  # of an earlier run into the same directory
-    return Gathered(run, _spans(folder), _summary(folder))
+        return RunFiles(run)  # of an earlier run into the same directory
+    return RunFiles(run, _spans(folder), _summary(folder))
 
 
 def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:

@@ -12,19 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base import formatting
-from echelon.observability.runlog.reader import PHASES
+from echelon.observability.runlog.run_reader import PHASES
 from echelon.tools.html.templates import templates
 from echelon.tools.report.figures.curves import figure
-from echelon.tools.report.figures.devices import placement
-from echelon.tools.report.figures.schedule import gantts
-from echelon.tools.report.run_files import Gathered
-from echelon.tools.report.sections import holding, overview, ranking, serving, setup, timing, training
-from echelon.tools.report.sections.table import sampled
+from echelon.tools.report.figures.gantt import gantts
+from echelon.tools.report.figures.placement_figure import placement
+from echelon.tools.report.run_files import RunFiles
+from echelon.tools.report.sections import (
+    memory_section,
+    overview,
+    rank_section,
+    server_section,
+    setup,
+    time_section,
+    training,
+)
+from echelon.tools.report.sections.html_table import sampled
 
 HERE = Path(__file__).parent
 
 
-def render(gathered: Gathered, now: float, live: float | None = None) -> str:
+def render(gathered: RunFiles, now: float, live: float | None = None) -> str:
     """The page, as text. ``live``: seconds after which it asks again for what is new."""
     found = templates(HERE)
     found.filters.update(kind=_kind, figure=figure)
@@ -36,7 +44,7 @@ def _kind(name: str) -> str:
     return name.replace(" ", "-") if name in _KNOWN else "other"
 
 
-_KNOWN = {*PHASES, "waiting", "held", *holding.KINDS}
+_KNOWN = {*PHASES, "waiting", "held", *memory_section.KINDS}
 
 
 def policy(script: str, live: bool) -> str:
@@ -53,7 +61,7 @@ def script_text() -> str:
     return "\n".join(['//<![CDATA[\n(() => {\n"use strict";', *parts, "})();\n//]]>"])
 
 
-def _view(gathered: Gathered, now: float, live: float | None) -> dict[str, Any]:
+def _view(gathered: RunFiles, now: float, live: float | None) -> dict[str, Any]:
     from markupsafe import Markup
 
     run, script = gathered.run, script_text()
@@ -72,21 +80,21 @@ def _view(gathered: Gathered, now: float, live: float | None) -> dict[str, Any]:
     return view | _measured(gathered) | _set_up(gathered)
 
 
-def _measured(gathered: Gathered) -> dict[str, Any]:
+def _measured(gathered: RunFiles) -> dict[str, Any]:
     run = gathered.run
     return {
         "curves": training.charts(run),
         "gantts": gantts(gathered),
-        "times": timing.times(run),
-        "summary": timing.summary(gathered.summary),
-        "compared": timing.compared(gathered),
-        "ranks": ranking.ranks(run),
-        "memory": holding.holding(run),
-        "servers": serving.serving(run),
+        "times": time_section.times(run),
+        "summary": time_section.summary(gathered.summary),
+        "compared": time_section.compared(gathered),
+        "ranks": rank_section.ranks(run),
+        "memory": memory_section.holding(run),
+        "servers": server_section.serving(run),
     }
 
 
-def _set_up(gathered: Gathered) -> dict[str, Any]:
+def _set_up(gathered: RunFiles) -> dict[str, Any]:
     facts = gathered.run.facts
     return {
         "placement": placement(facts) if facts else None,

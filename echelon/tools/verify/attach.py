@@ -7,18 +7,18 @@ from torch import nn
 from echelon.nn import SparseEmbedding
 from echelon.strategy import Strategy
 from echelon.tools.verify.float64 import widen
-from echelon.tools.verify.messages import Question, find_question
-from echelon.tools.verify.observer import Witness
-from echelon.tools.verify.randomness import still
-from echelon.tools.verify.replayer import Replayer
-from echelon.tools.verify.run_recorder import Recorder
+from echelon.tools.verify.observer import VerifyObserver
+from echelon.tools.verify.randomness import disable_dropout
+from echelon.tools.verify.replayer import VerifyReplayer
+from echelon.tools.verify.run_recorder import VerifyRecorder
+from echelon.tools.verify.verify_request import VerifyRequest, find_verify_request
 
-_begun: list[Question] = []
+_begun: list[VerifyRequest] = []
 
 
-def find_witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
+def find_verify_observer(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:
     """For the model that the script distributes, which is made to sit still for it."""
-    question = find_question()
+    question = find_verify_request()
     if question is None:
         return None
     if _begun:
@@ -29,7 +29,7 @@ def find_witness(model: nn.Module, strategy: Strategy | None) -> Witness | None:
             "'async' and 'geo' come to depends on who comes first)"
         )
     _begun.append(question)
-    silenced = still(model)
+    silenced = disable_dropout(model)
     if question.wide:
         widen(model)
-    return Recorder(question, silenced) if question.role == "plan" else Replayer(question)
+    return VerifyRecorder(question, silenced) if question.role == "plan" else VerifyReplayer(question)

@@ -20,17 +20,17 @@ from echelon.parallel.pipeline.pipeline_runner import micro_batches
 _STRUCTURE = "structure"
 
 
-class Piece(NamedTuple):
+class WeightedBatch(NamedTuple):
     """A batch, and its part of the mean loss."""
 
     batch: Any
     weight: float
 
 
-class Pieces(NamedTuple):
+class WeightedBatches(NamedTuple):
     """What one process computes in place of all replicas: the loss is the weighted sum over these."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightedBatch, ...]
 
 
 # ---- on disk ----
@@ -69,25 +69,27 @@ def read_batch(path: Path) -> Any:
     with safe_open(path, framework="pt") as stored:
         structure = json.loads(stored.metadata()[_STRUCTURE])
         tensors = {int(name): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
-    return rebuilt(structure, tensors)
+    return rebuild_batch(structure, tensors)
 
 
-def rebuilt(structure: Any, tensors: Mapping[int, Tensor]) -> Any:
+def rebuild_batch(structure: Any, tensors: Mapping[int, Tensor]) -> Any:
     kind, inner = structure
     if kind == "tensor":
         return tensors[inner]
     if kind == "dict":
-        return {key: rebuilt(value, tensors) for key, value in inner.items()}
+        return {key: rebuild_batch(value, tensors) for key, value in inner.items()}
     if kind == "value":
         return inner
-    listed = [rebuilt(value, tensors) for value in inner]
+    listed = [rebuild_batch(value, tensors) for value in inner]
     return listed if kind == "list" else tuple(listed)
 
 
 # ---- together ----
 
 
-def together(batches: Sequence[Any], counts: Sequence[float], *, apart: bool, micro: int = 1) -> Pieces:
+def merge_replica_batches(
+    batches: Sequence[Any], counts: Sequence[float], *, apart: bool, micro: int = 1
+) -> WeightedBatches:
     """What one process is given for the batches of all replicas, of which each counts as its samples.
 
     They become one batch, the replicas' rows in order. Where they do not fit into one (lengths that differ, say), or
@@ -95,30 +97,32 @@ def together(batches: Sequence[Any], counts: Sequence[float], *, apart: bool, mi
     micro: layers that look at several rows at once (batch norm) see micro-batches: these are put together instead
     """
     if apart:
-        return Pieces(tuple(Piece(batch, 1.0) for batch in batches))
+        return WeightedBatches(tuple(WeightedBatch(batch, 1.0) for batch in batches))
     total = sum(counts)
     if micro > 1:
         return _by_micro_batch(batches, [count / total for count in counts], micro)
-    whole = joined(batches)
+    whole = concat_batches(batches)
     if whole is not None:
-        return Pieces((Piece(whole, 1.0),))
-    return Pieces(tuple(Piece(batch, count / total) for batch, count in zip(batches, counts, strict=True)))
+        return WeightedBatches((WeightedBatch(whole, 1.0),))
+    return WeightedBatches(
+        tuple(WeightedBatch(batch, count / total) for batch, count in zip(batches, counts, strict=True))
+    )
 
 
-def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int) -> Pieces:
+def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int) -> WeightedBatches:
     """The first micro-batches of all replicas together, then the second ones ..."""
-    pieces: list[Piece] = []
+    pieces: list[WeightedBatch] = []
     for parts in zip(*(micro_batches(batch, micro) for batch in batches), strict=True):
         real = [(part.batch, weight * part.part) for part, weight in zip(parts, weights, strict=True) if part.rows]
-        whole = joined([batch for batch, _ in real]) if real else None
+        whole = concat_batches([batch for batch, _ in real]) if real else None
         if whole is not None:
-            pieces.append(Piece(whole, sum(weight for _, weight in real)))
+            pieces.append(WeightedBatch(whole, sum(weight for _, weight in real)))
         else:
-            pieces += [Piece(batch, weight) for batch, weight in real]
-    return Pieces(tuple(pieces))
+            pieces += [WeightedBatch(batch, weight) for batch, weight in real]
+    return WeightedBatches(tuple(pieces))
 
 
-def alike(batches: Sequence[Any]) -> bool:
+def are_same_batches(batches: Sequence[Any]) -> bool:
     """Whether they are several, and one and the same."""
     (shape, first), *others = (describe(batch) for batch in batches)
     return bool(others) and all(
@@ -131,7 +135,7 @@ class _ApartError(Exception):
     """There is no one batch of these."""
 
 
-def joined(batches: Sequence[Any]) -> Any:
+def concat_batches(batches: Sequence[Any]) -> Any:
     """One batch with the rows of all; None where that is not plain to see."""
     if len(batches) == 1:
         return batches[0]
@@ -166,7 +170,7 @@ def _joined_list(values: Sequence[Any], rows: Sequence[int]) -> Iterable[Any]:
         return (inner for value in values for inner in value)
     if any(len(value) != len(values[0]) for value in values):
         raise _ApartError
-    return [_joined(alike, rows) for alike in zip(*values, strict=True)]
+    return [_joined(column, rows) for column in zip(*values, strict=True)]
 
 
 def _merged(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:

@@ -21,43 +21,43 @@ LAST_DIGITS = 4.0
 MANY = 0.1
 
 
-class Difference(NamedTuple):
+class TensorDifference(NamedTuple):
     """absolute: of the entries that are furthest apart; relative: to the scale of the tensor"""
 
     absolute: float
     relative: float
 
 
-def gradient_differences(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Difference]:
+def gradient_differences(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, TensorDifference]:
     """By parameter, largest entries compared; one that has a gradient on one side only is infinitely far."""
     scales = {name: _largest(value) for name, value in reference.items()}
     floor = FLOOR * max(scales.values(), default=0.0)
-    found: dict[str, Difference] = {}
+    found: dict[str, TensorDifference] = {}
     for name in dict.fromkeys([*reference, *mine]):
         if name not in mine or name not in reference or mine[name].shape != reference[name].shape:
-            found[name] = Difference(math.inf, math.inf)
+            found[name] = TensorDifference(math.inf, math.inf)
             continue
         absolute = _largest(mine[name].double() - reference[name].double())
-        found[name] = Difference(absolute, _over(absolute, max(scales[name], floor)))
+        found[name] = TensorDifference(absolute, _over(absolute, max(scales[name], floor)))
     return found
 
 
 def weight_differences(
     mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
-) -> dict[str, Difference]:
+) -> dict[str, TensorDifference]:
     """By parameter and buffer of floats; relative as root mean squares. ``left_out``: entries that do not count."""
     left_out = left_out or {}
     floats = {name: value for name, value in reference.items() if value.is_floating_point() and value.numel()}
     scales = {name: _mean_size(value) for name, value in floats.items()}
     floor = FLOOR * max(scales.values(), default=0.0)
-    found: dict[str, Difference] = {}
+    found: dict[str, TensorDifference] = {}
     for name, value in floats.items():
         if name not in mine or mine[name].shape != value.shape:
-            found[name] = Difference(math.inf, math.inf)
+            found[name] = TensorDifference(math.inf, math.inf)
             continue
         apart = mine[name].double() - value.double()
         apart = apart.masked_fill(left_out[name], 0.0) if name in left_out else apart
-        found[name] = Difference(_largest(apart), _over(_mean_size(apart), max(scales[name], floor)))
+        found[name] = TensorDifference(_largest(apart), _over(_mean_size(apart), max(scales[name], floor)))
     return found
 
 

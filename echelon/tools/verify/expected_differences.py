@@ -17,7 +17,7 @@ LOOSER = 10.0
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedDifference:
     """One reason for another result than one process has.
 
     The rest are relative differences up to which it explains what is found; None: any. Those of ``outputs`` hold for
@@ -32,15 +32,15 @@ class Expected:
     weights: float | None = None
 
 
-def expected(plan: Plan, model: nn.Module, steps: int) -> list[Expected]:
+def expected(plan: Plan, model: nn.Module, steps: int) -> list[ExpectedDifference]:
     """Why this plan's numbers differ from those of one process in 32 bits; nothing for a plan that is exact."""
     return [*_arithmetic(plan), *_algorithms(plan, steps), *_statistics(plan, model)]
 
 
-def _arithmetic(plan: Plan) -> Iterator[Expected]:
+def _arithmetic(plan: Plan) -> Iterator[ExpectedDifference]:
     if plan.amp is not None and plan.amp.dtype == "bf16":
         says = "forward and backward compute in 8 significant bits: losses within 2 %, entries of gradients within 50 %"
-        yield Expected(
+        yield ExpectedDifference(
             "amp (bf16 by default here)" if plan.fast.bf16 else "amp='bf16'",
             says,
             outputs=0.05,
@@ -52,17 +52,17 @@ def _arithmetic(plan: Plan) -> Iterator[Expected]:
         says = (
             "forward and backward compute in 11 significant bits: losses within 0.5 %, entries of gradients within 10 %"
         )
-        yield Expected("amp='fp16'", says, outputs=0.01, loss=0.005, gradients=0.1, weights=0.01)
+        yield ExpectedDifference("amp='fp16'", says, outputs=0.01, loss=0.005, gradients=0.1, weights=0.01)
     if plan.lean is not None:
         says = "weights compute in 8 significant bits and moments are kept in 8 bits; no gradients are seen"
-        yield Expected("lean", says, outputs=0.05, loss=0.05, weights=0.05)
+        yield ExpectedDifference("lean", says, outputs=0.05, loss=0.05, weights=0.05)
     if plan.wire is not None and plan.ranks > 1 and plan.dgc is None and plan.local is None:
         bits, off = (8, 0.02) if plan.wire == "bf16" else (11, 0.0025)
         says = f"gradients travel in {bits} significant bits, rounded twice: within {off:.2%}"
-        yield Expected(f"fp16_allreduce='{plan.wire}'", says, loss=off, gradients=off, weights=off)
+        yield ExpectedDifference(f"fp16_allreduce='{plan.wire}'", says, loss=off, gradients=off, weights=off)
 
 
-def _algorithms(plan: Plan, steps: int) -> Iterator[Expected]:
+def _algorithms(plan: Plan, steps: int) -> Iterator[ExpectedDifference]:
     if plan.replicas < 2:
         return
     if plan.dgc is not None and plan.dgc.rampup_begin_step < steps:
@@ -70,15 +70,15 @@ def _algorithms(plan: Plan, steps: int) -> Iterator[Expected]:
         says = (
             f"of large gradients the {sent:.2%} largest entries are sent, the rest later: only the first loss is equal"
         )
-        yield Expected("dgc", says)
+        yield ExpectedDifference("dgc", says)
     if plan.local is not None:
         says = "replicas step alone, on gradients of their own, and average now and then: only the first loss is equal"
         name = "localsgd" if type(plan.local).__name__ == "LocalSgd" else "adaptive_localsgd"
-        yield Expected(name, says)
+        yield ExpectedDifference(name, says)
 
 
-def _statistics(plan: Plan, model: nn.Module) -> Iterator[Expected]:
+def _statistics(plan: Plan, model: nn.Module) -> Iterator[ExpectedDifference]:
     layers = batch_norm_names(model)
     if layers and plan.replicas > 1 and not plan.sync_batch_norm:
         says = f"'{layers[0]}' and what comes after it go by the mean and variance of each replica's own batch"
-        yield Expected("sync_batch_norm=False", says, outputs=None)
+        yield ExpectedDifference("sync_batch_norm=False", says, outputs=None)

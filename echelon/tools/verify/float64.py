@@ -18,7 +18,7 @@ def widen(model: nn.Module) -> None:
     model.double()
 
 
-def widened(batch: Any) -> Any:
+def to_float64(batch: Any) -> Any:
     """The same batch, its 32-bit numbers in 64 bits."""
 
     def wide(leaf: Any) -> Any:

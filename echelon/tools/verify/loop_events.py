@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from echelon.data import Loader
-from echelon.data.data_source import Piece
+from echelon.data.data_source import RankBatch
 from echelon.distributed.activity import activity
-from echelon.tools.verify.float64 import widened
+from echelon.tools.verify.float64 import to_float64
 from echelon.tools.verify.samples import SampleReader, SampleWriter
 
 Kind = Literal["batch", "end", "draw"]
@@ -46,7 +46,7 @@ class DrawFollower(Protocol):
     def strayed(self, name: str) -> None: ...
 
 
-class Follower(DrawFollower, Protocol):
+class LoopFollower(DrawFollower, Protocol):
     """Told of everything that comes in; what it returns is what the loop gets."""
 
     def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]: ...
@@ -55,7 +55,7 @@ class Follower(DrawFollower, Protocol):
 _PLAIN = DataLoader.__iter__
 
 
-class Draws(TorchFunctionMode):
+class RandomDrawMode(TorchFunctionMode):
     """While it is open, random tensors go through the follower."""
 
     def __init__(self, follower: DrawFollower) -> None:
@@ -81,11 +81,11 @@ class Draws(TorchFunctionMode):
         return found
 
 
-class Intake(Draws):
+class LoopInputMode(RandomDrawMode):
     """While it is open, random tensors made outside of the engine's own calls go through the follower, and so do
     batches of torch's data loaders."""
 
-    def __init__(self, follower: Follower, wide: bool) -> None:
+    def __init__(self, follower: LoopFollower, wide: bool) -> None:
         super().__init__(follower)
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -119,16 +119,16 @@ def _drops(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 
 
 def widened_each(batches: Iterator[Any], wide: bool) -> Iterator[Any]:
-    return (widened(batch) if wide else batch for batch in batches)
+    return (to_float64(batch) if wide else batch for batch in batches)
 
 
-class Followed(Loader):
+class FollowedLoader(Loader):
     """A loader whose batches go through the follower: another class for the same object.
 
     share: samples of the batch at hand that count
     """
 
-    follower: Follower
+    follower: LoopFollower
     wide: bool
     samples: SampleWriter | SampleReader
     share = 0
@@ -136,15 +136,15 @@ class Followed(Loader):
     def __iter__(self) -> Iterator[Any]:
         return widened_each(self.follower.batches(super().__iter__, self), self.wide)
 
-    def _account(self, piece: Piece) -> None:
+    def _account(self, piece: RankBatch) -> None:
         super()._account(piece)
         self.share = piece.share
 
 
-def follow(loader: Loader, follower: Follower, wide: bool, samples: SampleWriter | SampleReader) -> Loader:
+def follow(loader: Loader, follower: LoopFollower, wide: bool, samples: SampleWriter | SampleReader) -> Loader:
     loader.stop_workers()
-    loader.__class__ = Followed
-    assert isinstance(loader, Followed)
+    loader.__class__ = FollowedLoader
+    assert isinstance(loader, FollowedLoader)
     loader.follower, loader.wide, loader.samples = follower, wide, samples
     return loader
 

@@ -1,4 +1,4 @@
-"""Both sides of a loop of one's own: ``Listener`` on the ranks, ``Repeater`` in the one process."""
+"""Both sides of a loop of one's own: ``LoopRecorder`` on the ranks, ``LoopReplayer`` in the one process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from echelon.base.errors import DataError
-from echelon.tools.verify.batches import alike, joined, on_device, read_batch, write_batch
+from echelon.tools.verify.batches import are_same_batches, concat_batches, on_device, read_batch, write_batch
 from echelon.tools.verify.denominators import denominators
-from echelon.tools.verify.loop_events import FILLED, Followed, Kind, put_together, rows_of
-from echelon.tools.verify.messages import Question
+from echelon.tools.verify.loop_events import FILLED, FollowedLoader, Kind, put_together, rows_of
 from echelon.tools.verify.padded_batches import padded_together
-from echelon.tools.verify.samples import Gathered, SampleReader, SampleWriter, is_passed_on
+from echelon.tools.verify.samples import GatheredBatch, SampleReader, SampleWriter, is_passed_on
 from echelon.tools.verify.unsharded_data import whole_data
+from echelon.tools.verify.verify_request import VerifyRequest
 
 _OVER = object()
 #: Why there is no one batch for one process, and what to do.
@@ -28,11 +28,11 @@ APART = (
 )
 
 
-def _file(question: Question, number: int, replica: int) -> Path:
+def _file(question: VerifyRequest, number: int, replica: int) -> Path:
     return question.file(f"event-{number}-{replica}.safetensors")
 
 
-class Listener:
+class LoopRecorder:
     """Holds what has come in until ``write``: only then is it known that the loop is the script's own.
 
     kinds: of all events so far
@@ -42,7 +42,7 @@ class Listener:
     read_whole: of data loaders of torch's that deal out a whole data set, a checksum of that
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: VerifyRequest) -> None:
         self._question = question
         self.kinds: list[Kind] = []
         self.rows: int | None = None
@@ -53,7 +53,7 @@ class Listener:
         self._off, self.quiet = False, False
 
     def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
-        loader = source if isinstance(source, Followed) else None
+        loader = source if isinstance(source, FollowedLoader) else None
         writer = loader.samples if loader is not None and isinstance(loader.samples, SampleWriter) else None
         if writer is not None:
             writer.begin()
@@ -110,20 +110,20 @@ class Listener:
             self.kinds.append(kind)
 
 
-def whole_batch(batches: list[Any], own: Any, gathered: Gathered | None) -> Any:
+def whole_batch(batches: list[Any], own: Any, gathered: GatheredBatch | None) -> Any:
     """Return the batches of all replicas as one; None where they do not fit and their samples are not known.
 
     own:      what the script in one process made of ``gathered``, or of a batch of its own
     gathered: the samples of all replicas, collated anew
     """
-    whole = joined(batches)
+    whole = concat_batches(batches)
     if whole is not None or gathered is None:
         return whole
     whole = padded_together(own, batches)
     return own if whole is None and is_passed_on(own, gathered, batches) else whole
 
 
-class Gatherer:
+class GlobalBatchFollower:
     """In one process, for a script that calls ``engine.step()``: its loaders hand out global batches, where the
     samples of all replicas are known.
 
@@ -131,11 +131,11 @@ class Gatherer:
     """
 
     def __init__(self) -> None:
-        self.last: Gathered | None = None
+        self.last: GatheredBatch | None = None
         self.quiet = False
 
     def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
-        reader = source.samples if isinstance(source, Followed) else None
+        reader = source.samples if isinstance(source, FollowedLoader) else None
         for batch in own():
             self.last = reader.next() if isinstance(reader, SampleReader) else None
             yield batch if self.last is None else self.last.batch
@@ -147,7 +147,7 @@ class Gatherer:
         """Nothing is followed here but batches."""
 
 
-class Repeater:
+class LoopReplayer:
     """Hands out what the ranks got, in the same order.
 
     kinds: of the ranks' events
@@ -156,7 +156,7 @@ class Repeater:
 
     def __init__(
         self,
-        question: Question,
+        question: VerifyRequest,
         kinds: Sequence[Kind],
         replicas: int,
         device: torch.device,
@@ -170,12 +170,12 @@ class Repeater:
         self.stray: set[str] = set()
 
     def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
-        reader = source.samples if isinstance(source, Followed) else None
+        reader = source.samples if isinstance(source, FollowedLoader) else None
         while self._next("batch", "end") == "batch":
             found = self._taken()
             self._rows = [rows_of(batch) for batch in found]
             gathered = reader.next() if isinstance(reader, SampleReader) else None
-            self.alike = self.alike and alike(found)
+            self.alike = self.alike and are_same_batches(found)
             self.batches_taken += 1
             whole = whole_batch(found, None if gathered is None else gathered.batch, gathered)
             if whole is None:

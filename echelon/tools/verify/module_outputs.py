@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.parallel.tensor.sharded_activation import Spread
+from echelon.parallel.tensor.sharded_activation import ShardedActivation
 
 #: Of one module: how many numbers came out, their sum, and the sum of their squares.
 Sums = tuple[float, float, float]
 
 
-class Outputs:
+class ModuleOutputSums:
     """Listens to a model's modules. Names are in the order in which modules are done: a layer before what it is in."""
 
     def __init__(self, model: nn.Module, speaks: bool = True) -> None:
@@ -42,7 +42,7 @@ class Outputs:
 
     def _hook(self, name: str) -> Any:
         def done(module: nn.Module, args: Any, output: Any) -> None:
-            leaves = tree_leaves(output, is_leaf=lambda value: isinstance(value, Spread))
+            leaves = tree_leaves(output, is_leaf=lambda value: isinstance(value, ShardedActivation))
             own = [part for leaf in leaves if (part := self._part(leaf)) is not None]
             if own:
                 self._add(name, own)
@@ -51,7 +51,7 @@ class Outputs:
 
     def _part(self, leaf: Any) -> Tensor | None:
         """What this rank has to say of it."""
-        if isinstance(leaf, Spread):
+        if isinstance(leaf, ShardedActivation):
             return leaf.local
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):  # another stage computes it
             return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.base.errors import DataError
 from echelon.parallel.objective import count_samples
-from echelon.tools.verify.batches import describe, rebuilt
+from echelon.tools.verify.batches import describe, rebuild_batch
 
 
 class _Field(NamedTuple):
@@ -68,7 +68,7 @@ def padded_together(own: Any, batches: Sequence[Any]) -> Any:
         return None
     merged = [_merged(field, by_row, end) for field, by_row in zip(fields, whole, strict=True)]
     known = {at: leaf for at, leaf in enumerate(merged) if leaf is not None}
-    return rebuilt(structure, known) if len(known) == len(merged) else None
+    return rebuild_batch(structure, known) if len(known) == len(merged) else None
 
 
 def _is_by_row(field: _Field, rows: Sequence[int]) -> bool:

@@ -12,22 +12,22 @@ from torch import Tensor
 
 from echelon.tools.verify.batches import on_device, read_batch, write_batch
 from echelon.tools.verify.loop_events import FILLED, put_together
-from echelon.tools.verify.messages import Question
+from echelon.tools.verify.verify_request import VerifyRequest
 
 #: One draw: the function's name and what it gave.
 Draw = tuple[str, Tensor]
 
 
-def _file(question: Question, call: int, replica: int) -> Path:
+def _file(question: VerifyRequest, call: int, replica: int) -> Path:
     return question.file(f"draws-{call}-{replica}.safetensors")
 
 
-def write_draws(question: Question, call: int, replica: int, draws: Sequence[Draw]) -> None:
+def write_draws(question: VerifyRequest, call: int, replica: int, draws: Sequence[Draw]) -> None:
     if draws:
         write_batch(_file(question, call, replica), [list(draw) for draw in draws])
 
 
-def read_draws(question: Question, call: int, replica: int, device: torch.device) -> list[Draw]:
+def read_draws(question: VerifyRequest, call: int, replica: int, device: torch.device) -> list[Draw]:
     path = _file(question, call, replica)
     found: list[Any] = on_device(read_batch(path), device) if path.exists() else []
     return [(name, drawn) for name, drawn in found]

@@ -16,7 +16,7 @@ _PARTS = frozenset(
 )  # fmt: skip
 
 
-def still(model: nn.Module) -> list[str]:
+def disable_dropout(model: nn.Module) -> list[str]:
     """Switch dropout off in all modules; the names of those that had any."""
     found = []
     for name, module in model.named_modules():
@@ -36,7 +36,7 @@ def _drops(value: object) -> bool:
     return isinstance(value, float) and 0.0 < value <= 1.0
 
 
-def unrest(forward: Callable[[], Tensor], model: nn.Module, device: torch.device) -> float:
+def measure_randomness(forward: Callable[[], Tensor], model: nn.Module, device: torch.device) -> float:
     """The relative difference between two passes over one batch. What each leaves in buffers is taken back: statistics
     that go on are no random numbers. Gradients are on, since a forward may take some itself."""
     held = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from echelon.api.distribute_args import Terms
+from echelon.api.distribute_args import DistributeArgs
 from echelon.data import Loader
-from echelon.parallel.data.global_loss import StagedTally, Tally
+from echelon.parallel.data.global_loss import GlobalLoss, PipelineGlobalLoss
 from echelon.strategy import Strategy
-from echelon.strategy.annotations.annotate import Marks
+from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.slices import Slices
 from echelon.tools.verify.accumulation import Accumulation, find_accumulation
-from echelon.tools.verify.batches import Piece, Pieces, alike, on_device, read_batch, together
+from echelon.tools.verify.batches import (
+    WeightedBatch,
+    WeightedBatches,
+    are_same_batches,
+    merge_replica_batches,
+    on_device,
+    read_batch,
+)
 from echelon.tools.verify.denominators import denominators
 from echelon.tools.verify.differences import (
     gradient_differences,
@@ -28,28 +35,28 @@ from echelon.tools.verify.differences import (
     weight_differences,
 )
 from echelon.tools.verify.expected_differences import LOOSER, TOLERANCE
-from echelon.tools.verify.loop_events import Draws, Intake, follow
-from echelon.tools.verify.loop_replay import APART, Gatherer, Repeater, whole_batch
-from echelon.tools.verify.messages import Question, leave
-from echelon.tools.verify.module_outputs import Outputs
-from echelon.tools.verify.observer import INITIAL, Witness, mean_loss, share
+from echelon.tools.verify.loop_events import LoopInputMode, RandomDrawMode, follow
+from echelon.tools.verify.loop_replay import APART, GlobalBatchFollower, LoopReplayer, whole_batch
+from echelon.tools.verify.module_outputs import ModuleOutputSums
+from echelon.tools.verify.observer import INITIAL, VerifyObserver, mean_loss, share
 from echelon.tools.verify.random_draws import Draw, DrawReader, read_draws
-from echelon.tools.verify.randomness import unrest
+from echelon.tools.verify.randomness import measure_randomness
 from echelon.tools.verify.samples import SampleReader
+from echelon.tools.verify.verify_request import VerifyRequest, leave
 
 if TYPE_CHECKING:
-    from echelon.tools.verify.observed_engine import Witnessed
+    from echelon.tools.verify.verify_engine import VerifyEngine
 
 #: What to do where one process cannot follow the ranks' passes.
 ACCUMULATES = "let both be the same, or the first a multiple of the second with the same draws and batches in each pass"
 #: What marks and clusters come to in one process: nothing.
-UNMARKED, ALONE = Marks(units={}, splits={}, replicates=(), pipeline=None, default=None), Slices()
+UNMARKED, ALONE = ModelMarks(units={}, splits={}, replicates=(), pipeline=None, default=None), Slices()
 
 
-class Replayer(Witness):
+class VerifyReplayer(VerifyObserver):
     """In the one process that all is compared with."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: VerifyRequest) -> None:
         self.question = question
         told = question.answered("plan")
         assert told is not None, "the plan's own run has answered before this one is asked"
@@ -57,18 +64,18 @@ class Replayer(Witness):
         self._calls = 0
         self._losses: list[list[float]] = []
         self._steps: list[dict[str, Any]] = []
-        self._outputs: Outputs | None = None
+        self._outputs: ModuleOutputSums | None = None
         self._found: dict[str, Any] = {}
         self._at_hand: dict[str, Any] = {}
         self._initial: dict[str, Tensor] = {}  # parameters, as they were
         self._rounding: dict[str, Tensor] = {}  # entries of parameters that tell nothing any more
         self._options = ""  # where the script gives one process another learning rate, say
-        self._pieces = Pieces(())
+        self._pieces = WeightedBatches(())
         self._alike = True  # the replicas' batches, so far
-        self._loop: Repeater | None = None
+        self._loop: LoopReplayer | None = None
         self._listening = contextlib.ExitStack()
         self._added = 0.0
-        self._gatherer, self._loaders = Gatherer(), 0
+        self._gatherer, self._loaders = GlobalBatchFollower(), 0
         self._passes = 0  # of the update at hand, in a loop of its own
         self._accumulation: Accumulation | None = None
         self._draws: list[list[Draw]] = []  # of the replicas, in the pass at hand
@@ -77,7 +84,7 @@ class Replayer(Witness):
         self._counts: dict[str, float] = {}  # of the global batch: what its loss may average over
         self._doubts: dict[str, None] = {}  # why the ranks' numbers cannot be told to be those of one process
 
-    def terms(self, asked: Terms) -> Terms:
+    def terms(self, asked: DistributeArgs) -> DistributeArgs:
         """Of a strategy, what one process with the global batch would do as well. Passes of an update are as many as
         on the ranks: a script may divide them by their number."""
         shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "clip")}
@@ -85,33 +92,33 @@ class Replayer(Witness):
         if merged != asked.strategy.gradient_merge:
             self._options = f"gradient_merge is {merged} on the ranks, {asked.strategy.gradient_merge} in one"
         own = Strategy(**shared, gradient_merge=merged, amp=False, fast=False)
-        return Terms(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
+        return DistributeArgs(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
 
     # ---- a loop of its own ----
 
-    def begin(self, engine: Witnessed) -> None:
+    def begin(self, engine: VerifyEngine) -> None:
         if not self._told["own_loop"]:
             return
         self._begin(engine)
         self._accumulation = self._find_accumulation()
         order = self._accumulation.event if self._accumulation is not None else None
         told = self._told["events"], self._told["replicas"]
-        self._loop = Repeater(self.question, *told, engine.world.device, order)
+        self._loop = LoopReplayer(self.question, *told, engine.world.device, order)
         self._listening.enter_context(self.listening(engine))
-        Intake(self._loop, self.question.wide).open()
+        LoopInputMode(self._loop, self.question.wide).open()
 
-    def loader(self, engine: Witnessed, loader: Loader) -> Loader:
+    def loader(self, engine: VerifyEngine, loader: Loader) -> Loader:
         self._loaders += 1
         samples = SampleReader(self.question, loader, self._loaders, self._told["replicas"], engine.world.device)
         return follow(loader, self._loop or self._gatherer, self.question.wide, samples)
 
-    def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
+    def backward(self, engine: VerifyEngine, loss: Tensor) -> Tensor:
         loss = loss * self._told["replicas"] if self._told["apart"] else loss
         self._added += float(loss.detach())
         self._passes += 1
         return loss
 
-    def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
+    def update(self, engine: VerifyEngine, optimizer: str | None, samples: float | None) -> None:
         self._check_passes()
         self._losses, self._shares, self._added = [[self._added, 1.0]], [share(self._added, 1.0, {})], 0.0
         self._listening.close()
@@ -144,33 +151,33 @@ class Replayer(Witness):
 
     # ---- engine.step ----
 
-    def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
+    def batch(self, engine: VerifyEngine, inputs: Any, count: float) -> tuple[Any, float]:
         if not self._calls:
             self._begin(engine)
         counted = [(int(replica), *told) for replica, *told in self._told["calls"][self._calls] if told[0]]
         paths = [self.question.file(f"batch-{self._calls}-{replica}.safetensors") for replica, *_ in counted]
         batches = [on_device(read_batch(path), engine.world.device) for path in paths]
-        self._alike = self._alike and alike(batches)
+        self._alike = self._alike and are_same_batches(batches)
         counts, device = [samples for _, samples, _ in counted], engine.world.device
         self._draws = [read_draws(self.question, self._calls, replica, device) for replica, *_ in counted]
         self._calls += 1
         self._pieces = self._given(inputs, batches, counts, weighed=all(weighed for *_, weighed in counted))
         return self._pieces, sum(counts)
 
-    def _given(self, inputs: Any, batches: list[Any], counts: list[float], *, weighed: bool) -> Pieces:
+    def _given(self, inputs: Any, batches: list[Any], counts: list[float], *, weighed: bool) -> WeightedBatches:
         """Return what one process computes with. weighed: the script has said what each batch counts for"""
         apart, micro, self._counts = self._told["apart"], self._told["micro"], {}
         if not apart and micro == 1:
             whole = whole_batch(batches, inputs, self._gatherer.last)
             if whole is not None:
                 self._counts = denominators(whole)
-                return Pieces((Piece(whole, 1.0),))
+                return WeightedBatches((WeightedBatch(whole, 1.0),))
             if not weighed:
                 self._doubts[APART] = None
-        return together(batches, counts, apart=apart, micro=micro)
+        return merge_replica_batches(batches, counts, apart=apart, micro=micro)
 
-    def _begin(self, engine: Witnessed) -> None:
-        self._outputs = Outputs(engine.model)
+    def _begin(self, engine: VerifyEngine) -> None:
+        self._outputs = ModuleOutputSums(engine.model)
         initial = load_file(self.question.file(INITIAL), device=str(engine.world.device))
         own = engine.model.state_dict()
         strangers = [name for name in {**own, **initial} if _shape(own.get(name)) != _shape(initial.get(name))]
@@ -184,7 +191,7 @@ class Replayer(Witness):
         floats = [name for name, value in engine.model.named_parameters() if value.is_floating_point()]
         self._initial = {name: initial[name].cpu() for name in floats if name in initial}
 
-    def listening(self, engine: Witnessed) -> AbstractContextManager[Any]:
+    def listening(self, engine: VerifyEngine) -> AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         if self._outputs is not None:
             stack.enter_context(self._outputs.listening())
@@ -198,11 +205,11 @@ class Replayer(Witness):
             return contextlib.nullcontext()
         pieces = len(self._pieces.pieces)
         if pieces == 1:
-            return Draws(DrawReader(self._draws, self._stray))
+            return RandomDrawMode(DrawReader(self._draws, self._stray))
         one_by_one = [draw for draws in self._draws for draw in draws] if pieces == len(self._draws) else []
-        return Draws(DrawReader([one_by_one], self._stray))
+        return RandomDrawMode(DrawReader([one_by_one], self._stray))
 
-    def loss(self, engine: Witnessed, tally: Tally | StagedTally, count: float) -> None:
+    def loss(self, engine: VerifyEngine, tally: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
         self._losses.append([float(tally.loss), count])
         self._shares.append(share(float(tally.loss), count, self._counts))
         if self._outputs is not None:
@@ -210,7 +217,7 @@ class Replayer(Witness):
 
     # ---- both ----
 
-    def gradients(self, engine: Witnessed, optimizers: Sequence[str]) -> bool:
+    def gradients(self, engine: VerifyEngine, optimizers: Sequence[str]) -> bool:
         path = self.question.file(f"gradients-{len(self._steps)}.safetensors")
         if not path.exists():  # an overflow of 16 bits: the ranks have skipped it
             return False
@@ -232,7 +239,7 @@ class Replayer(Witness):
         reasons = self._told["expected"]
         return bool(reasons) and all(one["weights"] is not None for one in reasons)
 
-    def _take_options(self, engine: Witnessed) -> None:
+    def _take_options(self, engine: VerifyEngine) -> None:
         """Learning rates and the like as the ranks have them: a script may compute them from their number."""
         for at, (theirs, own) in enumerate(zip(self._told["options"][len(self._steps)], engine.groups(), strict=False)):
             for name, value in theirs.items():
@@ -243,7 +250,7 @@ class Replayer(Witness):
     def rate(self, step: int, factor: float) -> float:
         return float(self._told["rates"].get(str(step), 1.0))
 
-    def applied(self, engine: Witnessed) -> None:
+    def applied(self, engine: VerifyEngine) -> None:
         path = self.question.file(f"weights-{len(self._steps)}.safetensors")
         theirs, own = load_file(path), engine.whole_weights()
         path.unlink()
@@ -258,15 +265,17 @@ class Replayer(Witness):
         if len(self._steps) == self.question.steps:
             self._end(engine)
 
-    def _tells(self, engine: Witnessed, name: str) -> bool:
+    def _tells(self, engine: VerifyEngine, name: str) -> bool:
         """Weights that an optimizer moves by gradients that are none (a bias before batch norm) shift the running
         statistics of the next step."""
         shifted = bool(self._steps) and bool(mostly(self._rounding))
         return not shifted or name not in dict(engine.model.named_buffers())
 
-    def _end(self, engine: Witnessed) -> None:
+    def _end(self, engine: VerifyEngine) -> None:
         own_loop = self._loop is not None
-        restless = 0.0 if own_loop else unrest(lambda: self._again(engine), engine.model, engine.world.device)
+        restless = (
+            0.0 if own_loop else measure_randomness(lambda: self._again(engine), engine.model, engine.world.device)
+        )
         kinds = {name: type(module).__name__ for name, module in engine.model.named_modules()}
         self.question.answer(
             {
@@ -284,7 +293,7 @@ class Replayer(Witness):
         )
         leave()
 
-    def _again(self, engine: Witnessed) -> Tensor:
+    def _again(self, engine: VerifyEngine) -> Tensor:
         """Return the loss of the last batch once more."""
         with self._drawing():
             return engine.forward(self._pieces)

@@ -25,7 +25,7 @@ def sums_of(name: str, value: Tensor | Part) -> Held:
     return [name, part, tensor.numel(), float(wide.sum()), float(wide.square().sum()), digit]
 
 
-def drifted(found: Sequence[Sequence[Held]], updates: int) -> list[Any] | None:
+def find_drift(found: Sequence[Sequence[Held]], updates: int) -> list[Any] | None:
     """The first parameter that differs: its name, by how much at least, and the two ranks. ``found``: by rank."""
     first: dict[tuple[str, str], tuple[int, Held]] = {}
     for rank, held in enumerate(found):

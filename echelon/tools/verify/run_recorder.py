@@ -16,43 +16,43 @@ from torch import Tensor
 from echelon.base.errors import DataError
 from echelon.data import Loader
 from echelon.nn.moe import MoE
-from echelon.parallel.data.global_loss import StagedTally, Tally
+from echelon.parallel.data.global_loss import GlobalLoss, PipelineGlobalLoss
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.tools.verify.batches import describe, write_batch
 from echelon.tools.verify.denominators import denominators
 from echelon.tools.verify.expected_differences import expected
-from echelon.tools.verify.loop_events import Draws, Intake, follow
-from echelon.tools.verify.loop_replay import Listener
-from echelon.tools.verify.messages import Question, leave
-from echelon.tools.verify.module_outputs import Outputs, added_up
-from echelon.tools.verify.observer import INITIAL, Witness, gathered, mean_loss, share
+from echelon.tools.verify.loop_events import LoopInputMode, RandomDrawMode, follow
+from echelon.tools.verify.loop_replay import LoopRecorder
+from echelon.tools.verify.module_outputs import ModuleOutputSums, added_up
+from echelon.tools.verify.observer import INITIAL, VerifyObserver, gather_from_ranks, mean_loss, share
 from echelon.tools.verify.random_draws import DrawWriter, write_draws
-from echelon.tools.verify.replica_drift import drifted
+from echelon.tools.verify.replica_drift import find_drift
 from echelon.tools.verify.samples import SampleWriter
 from echelon.tools.verify.unsharded_data import ALL_OF_IT
+from echelon.tools.verify.verify_request import VerifyRequest, leave
 
 if TYPE_CHECKING:
-    from echelon.tools.verify.observed_engine import Witnessed
+    from echelon.tools.verify.verify_engine import VerifyEngine
 
 
 BOTH = "the script trains by engine.step() and by engine.backward(); verify follows one of the two: verify them apart"
 
 
-class Recorder(Witness):
+class VerifyRecorder(VerifyObserver):
     """On every rank of the script's own plan."""
 
-    def __init__(self, question: Question, silenced: list[str]) -> None:
+    def __init__(self, question: VerifyRequest, silenced: list[str]) -> None:
         self.question, self._silenced = question, silenced
         self._calls: list[list[list[float]]] = []  # for each pass: replica, its samples, whether the script said so
         self._losses: list[list[float]] = []  # of the passes of the update at hand: loss and samples
         self._steps: list[dict[str, Any]] = []
         self._rates: dict[str, float] = {}
         self._options: dict[int, list[dict[str, Any]]] = {}  # of each update that took place
-        self._outputs: Outputs | None = None
+        self._outputs: ModuleOutputSums | None = None
         self._found: dict[str, Any] = {}
-        self._loop = Listener(question)
+        self._loop = LoopRecorder(question)
         self._listening = contextlib.ExitStack()  # to a loop of its own, from the beginning to the first update
-        self._intake: Intake | None = None
+        self._intake: LoopInputMode | None = None
         self._own_loop, self._added, self._updated = False, 0.0, ""
         self._marks: list[int] = []  # of each pass of a loop of its own: events before it
         self._updated_at: list[int] = []  # of each update of one: passes before it
@@ -63,20 +63,20 @@ class Recorder(Witness):
 
     # ---- a loop of its own ----
 
-    def begin(self, engine: Witnessed) -> None:
+    def begin(self, engine: VerifyEngine) -> None:
         if engine.allows_own_loop:
             self._store(engine, INITIAL, engine.whole_weights())
-            self._outputs = Outputs(engine.model, engine.counts_outputs)
+            self._outputs = ModuleOutputSums(engine.model, engine.counts_outputs)
             self._listening.enter_context(self._outputs.listening())
-            self._intake = Intake(self._loop, self.question.wide)
+            self._intake = LoopInputMode(self._loop, self.question.wide)
             self._intake.open()
 
-    def loader(self, engine: Witnessed, loader: Loader) -> Loader:
+    def loader(self, engine: VerifyEngine, loader: Loader) -> Loader:
         self._loaders += 1
         samples = SampleWriter(self.question, self._loaders, engine.replica)
         return follow(loader, self._loop, self.question.wide, samples)
 
-    def backward(self, engine: Witnessed, loss: Tensor) -> Tensor:
+    def backward(self, engine: VerifyEngine, loss: Tensor) -> Tensor:
         if self._calls:
             self.question.refuse(BOTH)
         self._own_loop = True
@@ -85,9 +85,9 @@ class Recorder(Witness):
         self._marks.append(len(self._loop.kinds))
         return loss
 
-    def update(self, engine: Witnessed, optimizer: str | None, samples: float | None) -> None:
+    def update(self, engine: VerifyEngine, optimizer: str | None, samples: float | None) -> None:
         own = [self._added, 1.0 if samples is None else samples, self._loop.rows, self._loop.counts]
-        known = [one for one in gathered(engine, own if engine.speaks else None) if one]
+        known = [one for one in gather_from_ranks(engine, own if engine.speaks else None) if one]
         self._passes = [[share(loss, count, counts) for loss, count, _, counts in known]]
         if engine.plan.reduce_op == "sum":
             known = [[sum(loss for loss, *_ in known), 1.0, None, {}]]
@@ -98,7 +98,7 @@ class Recorder(Witness):
         self._updated_at.append(len(self._marks))
         self._listening.close()
         if self._outputs is not None:
-            self._found, self._outputs = added_up(gathered(engine, self._outputs.found())), None
+            self._found, self._outputs = added_up(gather_from_ranks(engine, self._outputs.found())), None
 
     def _no_loop_of_its_own(self) -> None:
         if self._own_loop:
@@ -111,11 +111,11 @@ class Recorder(Witness):
 
     # ---- engine.step ----
 
-    def batch(self, engine: Witnessed, inputs: Any, count: float) -> tuple[Any, float]:
+    def batch(self, engine: VerifyEngine, inputs: Any, count: float) -> tuple[Any, float]:
         if not self._calls:
             self._no_loop_of_its_own()
             self._store(engine, INITIAL, engine.whole_weights())
-            self._outputs = Outputs(engine.model, engine.counts_outputs)
+            self._outputs = ModuleOutputSums(engine.model, engine.counts_outputs)
         try:
             describe(inputs)
         except DataError as error:
@@ -125,35 +125,37 @@ class Recorder(Witness):
             write_batch(self.question.file(f"batch-{at}-{mine}.safetensors"), inputs)
         self._counts = denominators(inputs)
         own = [mine, count, engine.weighed] if engine.speaks else None
-        self._calls.append(sorted(one for one in gathered(engine, own) if one))
+        self._calls.append(sorted(one for one in gather_from_ranks(engine, own) if one))
         return inputs, count
 
-    def listening(self, engine: Witnessed) -> AbstractContextManager[Any]:
+    def listening(self, engine: VerifyEngine) -> AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         if self._outputs is not None:
             stack.enter_context(self._outputs.listening())
         if engine.shows_draws:
-            stack.enter_context(Draws(self._draws))
+            stack.enter_context(RandomDrawMode(self._draws))
         return stack
 
-    def loss(self, engine: Witnessed, tally: Tally | StagedTally, count: float) -> None:
+    def loss(self, engine: VerifyEngine, tally: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
         draws = self._draws.take()
         if engine.speaks and count:
             write_draws(self.question, len(self._calls) - 1, engine.replica, draws)
         own = [float(tally.loss), count if engine.speaks else 0.0]
-        counted = count if isinstance(tally, StagedTally) else float(tally.count)
+        counted = count if isinstance(tally, PipelineGlobalLoss) else float(tally.count)
         mine = [engine.replica, share(float(tally.local), counted, self._counts)] if engine.speaks and count else None
-        shares = dict(each for each in gathered(engine, mine) if each)
+        shares = dict(each for each in gather_from_ranks(engine, mine) if each)
         self._passes.append([shares[replica] for replica in sorted(shares)])
-        known = gathered(engine, own) if engine.steps_alone else [[own[0], sum(c for _, c, _ in self._calls[-1])]]
+        known = (
+            gather_from_ranks(engine, own) if engine.steps_alone else [[own[0], sum(c for _, c, _ in self._calls[-1])]]
+        )
         self._losses.append(mean_loss(known))
         if self._outputs is not None:
-            self._found = added_up(gathered(engine, self._outputs.found()))
+            self._found = added_up(gather_from_ranks(engine, self._outputs.found()))
             self._outputs = None
 
     # ---- both ----
 
-    def gradients(self, engine: Witnessed, optimizers: Sequence[str]) -> bool:
+    def gradients(self, engine: VerifyEngine, optimizers: Sequence[str]) -> bool:
         self._options[len(self._steps)] = [_numbers(group) for group in engine.groups()]
         self._store(engine, f"gradients-{len(self._steps)}.safetensors", engine.whole_gradients(optimizers))
         return True
@@ -162,7 +164,7 @@ class Recorder(Witness):
         self._rates[str(step)] = factor
         return factor
 
-    def applied(self, engine: Witnessed) -> None:
+    def applied(self, engine: VerifyEngine) -> None:
         self._store(engine, f"weights-{len(self._steps)}.safetensors", engine.whole_weights())
         told = {"optimizer": self._updated, "shares": self._shares, "drift": self._drift(engine)}
         told |= {"passes": self._passes}
@@ -173,23 +175,23 @@ class Recorder(Witness):
         if len(self._steps) == self.question.steps:
             self._end(engine)
 
-    def _drift(self, engine: Witnessed) -> list[Any] | None:
+    def _drift(self, engine: VerifyEngine) -> list[Any] | None:
         """Where ranks that hold the same weights hold different ones after this update."""
         if engine.steps_alone:  # as they should
             return None
-        return drifted(gathered(engine, engine.held_sums()), len(self._steps) + 1)
+        return find_drift(gather_from_ranks(engine, engine.held_sums()), len(self._steps) + 1)
 
-    def _store(self, engine: Witnessed, name: str, tensors: dict[str, Tensor]) -> None:
+    def _store(self, engine: VerifyEngine, name: str, tensors: dict[str, Tensor]) -> None:
         if engine.world.rank == 0:
             save_file({key: value.contiguous().clone() for key, value in tensors.items()}, self.question.file(name))
 
-    def _reads_all(self, engine: Witnessed) -> bool:
+    def _reads_all(self, engine: VerifyEngine) -> bool:
         """Return True if every replica goes through one and the same data set. All ranks call it."""
         own = self._loop.read_whole[0] if self._loop.read_whole else None
-        read = dict(gathered(engine, [engine.replica, own]))
+        read = dict(gather_from_ranks(engine, [engine.replica, own]))
         return len(read) > 1 and None not in read.values() and len(set(read.values())) == 1
 
-    def _end(self, engine: Witnessed) -> None:
+    def _end(self, engine: VerifyEngine) -> None:
         plan, model = engine.plan, engine.model
         looks_around = bool(batch_norm_names(model)) or any(isinstance(module, MoE) for module in model.modules())
         found = {

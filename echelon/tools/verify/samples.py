@@ -18,24 +18,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.data import Loader
-from echelon.data.collate import Collate
-from echelon.data.seeding import apart
+from echelon.data.collate import BatchCollator
+from echelon.data.seeding import preserve_global_rng
 from echelon.tools.verify.batches import on_device
-from echelon.tools.verify.float64 import widened
-from echelon.tools.verify.messages import Question
+from echelon.tools.verify.float64 import to_float64
+from echelon.tools.verify.verify_request import VerifyRequest
 
 #: Other than any that a loader makes: a collate function that draws random numbers gives itself away.
 SEED = 1
 
 
-def _file(question: Question, loader: int, batch: int, replica: int) -> Path:
+def _file(question: VerifyRequest, loader: int, batch: int, replica: int) -> Path:
     return question.file(f"samples-{loader}-{batch}-{replica}.pickle")
 
 
 class SampleWriter:
     """On a rank: samples of each batch that its loaders hand out, in files."""
 
-    def __init__(self, question: Question, loader: int, replica: int) -> None:
+    def __init__(self, question: VerifyRequest, loader: int, replica: int) -> None:
         self._question, self._loader, self._replica = question, loader, replica
         self._heard: deque[bytes | None] = deque()
         self._batches = 0
@@ -43,11 +43,11 @@ class SampleWriter:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """While the loader reads."""
-        before, Collate.overheard = Collate.overheard, self._hear
+        before, BatchCollator.overheard = BatchCollator.overheard, self._hear
         try:
             yield
         finally:
-            Collate.overheard = before
+            BatchCollator.overheard = before
 
     def begin(self) -> None:
         """Forget what was read ahead in an epoch that was left."""
@@ -70,7 +70,7 @@ class SampleWriter:
             self._heard.append(None)
 
 
-class Gathered(NamedTuple):
+class GatheredBatch(NamedTuple):
     """The samples of all replicas as one batch, and those of each as a batch of its own."""
 
     batch: Any
@@ -80,12 +80,14 @@ class Gathered(NamedTuple):
 class SampleReader:
     """In one process: the batches of one loader, each collated anew from the samples of all replicas."""
 
-    def __init__(self, question: Question, loader: Loader, number: int, replicas: int, device: torch.device) -> None:
+    def __init__(
+        self, question: VerifyRequest, loader: Loader, number: int, replicas: int, device: torch.device
+    ) -> None:
         self._question, self._number, self._replicas = question, number, replicas
         self._collate, self._device = loader.collate, device
         self._batches = Counter[str]()
 
-    def next(self) -> Gathered | None:
+    def next(self) -> GatheredBatch | None:
         """Return the next batch; None where its samples were not written down."""
         at = self._batches["read"]
         self._batches["read"] += 1
@@ -94,15 +96,15 @@ class SampleReader:
         if not found:
             return None
         whole = [sample for one in found for sample in pickle.loads(one)]
-        return Gathered(self._batch(whole), [self._batch(pickle.loads(one)) for one in found])
+        return GatheredBatch(self._batch(whole), [self._batch(pickle.loads(one)) for one in found])
 
     def _batch(self, samples: list[Any]) -> Any:
-        with apart():
+        with preserve_global_rng():
             batch = on_device(self._collate(samples, range(len(samples)), SEED), self._device)
-        return widened(batch) if self._question.wide else batch
+        return to_float64(batch) if self._question.wide else batch
 
 
-def is_passed_on(inputs: Any, gathered: Gathered, batches: list[Any]) -> bool:
+def is_passed_on(inputs: Any, gathered: GatheredBatch, batches: list[Any]) -> bool:
     """Return True if ``inputs`` are the gathered batch, and the replicas' ``batches`` their shares of it, unchanged."""
     own = {id(leaf) for leaf in _tensors(gathered.batch)}
     if not all(id(leaf) in own for leaf in _tensors(inputs)) or len(batches) != len(gathered.shares):

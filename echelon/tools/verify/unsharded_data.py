@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from echelon.data.seeding import apart, seed_all
+from echelon.data.seeding import preserve_global_rng, seed_all
 
 #: A doubt about a run whose replicas all read that.
 ALL_OF_IT = (
@@ -26,7 +26,7 @@ def whole_data(loader: DataLoader[Any]) -> int | None:
         return None
     try:
         size = len(loader.dataset)  # type: ignore[arg-type]
-        with apart():
+        with preserve_global_rng():
             return zlib.crc32(b"".join(_contents(loader.dataset, at) for at in {0, size // 2, size - 1}))
     except Exception:  # a data set that cannot be looked at like this is trained on all the same
         return None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from echelon.tools.verify.causes import likely_cause
-from echelon.tools.verify.differences import Difference, relative
-from echelon.tools.verify.expected_differences import LOOSER, TOLERANCE, Expected
+from echelon.tools.verify.differences import TensorDifference, relative
+from echelon.tools.verify.expected_differences import LOOSER, TOLERANCE, ExpectedDifference
 from echelon.tools.verify.module_outputs import output_difference
 
 Status = Literal["same", "expected", "differs", "cannot tell"]
@@ -26,7 +26,7 @@ ALIKE = (
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestDifference:
     """Of all parameters, the one that is furthest apart."""
 
     name: str
@@ -35,20 +35,20 @@ class Largest:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepComparison:
     """One update. gradient: None where an overflow has skipped it; optimizer: which, in a loop with several"""
 
     step: int
     loss: float
     reference: float
     difference: float
-    gradient: Largest | None
-    weight: Largest | None
+    gradient: LargestDifference | None
+    weight: LargestDifference | None
     optimizer: str = ""
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where the runs part first. where: a module or a parameter, "" for the loss; kind: the module's class; cause: what
     is likely to be behind it, from the losses of the replicas"""
 
@@ -62,7 +62,7 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Limits:
+class VerifyTolerances:
     """Relative differences that still count as the same."""
 
     outputs: float
@@ -90,9 +90,9 @@ class Verdict:
     """
 
     status: Status
-    rows: tuple[Row, ...]
-    parting: Parting | None
-    expected: tuple[Expected, ...]
+    rows: tuple[StepComparison, ...]
+    parting: Divergence | None
+    expected: tuple[ExpectedDifference, ...]
     ranks: int
     mesh: Mapping[str, int]
     tolerance: float
@@ -103,21 +103,21 @@ class Verdict:
     options: str
     passes: int
     why: str
-    wide: tuple[Row, ...] = ()
+    wide: tuple[StepComparison, ...] = ()
     stray: tuple[str, ...] = ()
     unseen: bool = False
     alike: bool = False
     doubts: tuple[str, ...] = ()
 
 
-def judge(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
+def compare_runs(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
     """``plan`` and ``reference``: answers of the recorder and the replayer. A tolerance that is given holds for all,
     whatever the strategy explains."""
-    reasons = tuple(Expected(**one) for one in plan["expected"])
+    reasons = tuple(ExpectedDifference(**one) for one in plan["expected"])
     base = tolerance if tolerance is not None else TOLERANCE
     moves = math.inf if reasons else max(ASTRAY, LOOSER * base)
-    exact = Limits(base, base, LOOSER * base, LOOSER * base, moves)
-    case = _Case(plan, reference)
+    exact = VerifyTolerances(base, base, LOOSER * base, LOOSER * base, moves)
+    case = _RunComparison(plan, reference)
     parting = case.parting(exact)
     status: Status = "same" if parting is None else "differs"
     if parting is not None and tolerance is None and reasons:
@@ -162,12 +162,12 @@ def _why(plan: Mapping[str, Any]) -> str:
     return "the replicas' batches do not fit into one"
 
 
-def _widened(exact: Limits, reasons: Iterable[Expected]) -> Limits:
+def _widened(exact: VerifyTolerances, reasons: Iterable[ExpectedDifference]) -> VerifyTolerances:
     def most(own: float, allowed: Iterable[float | None]) -> float:
         return max([own, *(math.inf if one is None else one for one in allowed)])
 
     reasons = list(reasons)
-    return Limits(
+    return VerifyTolerances(
         outputs=most(exact.outputs, (one.outputs for one in reasons)),
         loss=most(exact.loss, (one.loss for one in reasons)),
         gradients=most(exact.gradients, (one.gradients for one in reasons)),
@@ -176,12 +176,12 @@ def _widened(exact: Limits, reasons: Iterable[Expected]) -> Limits:
     )
 
 
-def reconsidered(verdict: Verdict, wide: Verdict) -> Verdict:
+def apply_float64_verdict(verdict: Verdict, wide: Verdict) -> Verdict:
     """``wide``: of the same runs in 64 bits. Where they are the same, what parted in 32 bits was rounding."""
     return replace(verdict, status="same", wide=wide.rows) if wide.status == "same" else verdict
 
 
-class _Case:
+class _RunComparison:
     """The answers, side by side."""
 
     def __init__(self, plan: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
@@ -192,13 +192,13 @@ class _Case:
         #: of modules that can be compared, in the order in which they are done
         self.outputs = {name: found for name, found in apart.items() if found is not None}
 
-    def rows(self) -> Iterable[Row]:
+    def rows(self) -> Iterable[StepComparison]:
         for at, (mine, one) in enumerate(self._steps()):
             far = relative(mine["loss"], one["loss"])
             gradient, weight = _largest(one["gradients"]), _largest(one["weights"])
-            yield Row(at + 1, mine["loss"], one["loss"], far, gradient, weight, mine.get("optimizer", ""))
+            yield StepComparison(at + 1, mine["loss"], one["loss"], far, gradient, weight, mine.get("optimizer", ""))
 
-    def parting(self, limits: Limits) -> Parting | None:
+    def parting(self, limits: VerifyTolerances) -> Divergence | None:
         """The first thing beyond them, in the order in which a step computes it, with its likely cause."""
         found = self._parting(limits)
         if found is None:
@@ -207,20 +207,22 @@ class _Case:
         noisy = bool(self._reference["unrest"] or self._plan.get("stray") or self._reference.get("stray"))
         return replace(found, cause=likely_cause(mine, one, self._plan["replicas"], noisy=noisy))
 
-    def _parting(self, limits: Limits) -> Parting | None:
+    def _parting(self, limits: VerifyTolerances) -> Divergence | None:
         for name, far in self.outputs.items():
             if not far <= limits.outputs:  # nor is what is no number
-                return Parting(1, "outputs", name, self._kind(name), far)
+                return Divergence(1, "outputs", name, self._kind(name), far)
         for at, (mine, one) in enumerate(self._steps()):
             found = self._in_step(at, mine, one, limits)
             if found is not None:
                 return found
         return None
 
-    def _in_step(self, at: int, mine: Mapping[str, Any], one: Mapping[str, Any], limits: Limits) -> Parting | None:
+    def _in_step(
+        self, at: int, mine: Mapping[str, Any], one: Mapping[str, Any], limits: VerifyTolerances
+    ) -> Divergence | None:
         far = relative(mine["loss"], one["loss"])
         if not far <= (limits.first_loss if at == 0 else limits.loss):
-            return Parting(at + 1, "loss", "", "", far, _about_loss(mine))
+            return Divergence(at + 1, "loss", "", "", far, _about_loss(mine))
         return (
             self._beyond(at, "gradients", one["gradients"], limits.gradients)
             or self._drifted(at, mine.get("drift"))
@@ -228,21 +230,21 @@ class _Case:
             or self._beyond(at, "moves", {name: (far, far) for name, far in one["moves"].items()}, limits.moves)
         )
 
-    def _beyond(self, at: int, what: What, found: Mapping[str, Sequence[float]], limit: float) -> Parting | None:
+    def _beyond(self, at: int, what: What, found: Mapping[str, Sequence[float]], limit: float) -> Divergence | None:
         beyond = [name for name, apart in found.items() if not apart[1] <= limit]
         if not beyond:
             return None
         # backward begins at the loss: of gradients that part, the last layer's are the first to
         name = sorted(beyond, key=self._at)[-1 if what == "gradients" else 0]
         hint = "" if math.isfinite(found[name][1]) else "it is there on one side only, or not finite"
-        return Parting(at + 1, what, name, self._kind(name.rpartition(".")[0]), found[name][1], hint)
+        return Divergence(at + 1, what, name, self._kind(name.rpartition(".")[0]), found[name][1], hint)
 
-    def _drifted(self, at: int, drift: Sequence[Any] | None) -> Parting | None:
+    def _drifted(self, at: int, drift: Sequence[Any] | None) -> Divergence | None:
         if not drift:
             return None
         name, far, one, other = drift
         hint = f"rank {other} has other values there than rank {one}"
-        return Parting(at + 1, "replicas", name, self._kind(name.rpartition(".")[0]), far, hint)
+        return Divergence(at + 1, "replicas", name, self._kind(name.rpartition(".")[0]), far, hint)
 
     def _at(self, parameter: str) -> int:
         """When the module that has it is done."""
@@ -271,8 +273,8 @@ def _ragged(step: Mapping[str, Any]) -> bool:
     return len({rows for rows, _ in step.get("shares", ())}) > 1
 
 
-def _largest(found: Mapping[str, Sequence[float]]) -> Largest | None:
+def _largest(found: Mapping[str, Sequence[float]]) -> LargestDifference | None:
     if not found:
         return None
     name = max(found, key=lambda each: found[each][1])
-    return Largest(name, *Difference(*found[name]))
+    return LargestDifference(name, *TensorDifference(*found[name]))

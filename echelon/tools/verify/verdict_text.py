@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from echelon.tools.verify.verdict import Largest, Parting, Row, Verdict
+from echelon.tools.verify.verdict import Divergence, LargestDifference, StepComparison, Verdict
 
 #: Columns where the output is not a terminal.
 WIDTH = 120
@@ -33,7 +33,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def put_out(verdict: Verdict, console: Console | None = None) -> None:
+def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     """The table, what must be known about it, and what it comes to."""
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(verdict))
@@ -59,7 +59,7 @@ def _mesh(verdict: Verdict) -> str:
     return " x ".join(f"{name} {count}" for name, count in verdict.mesh.items() if count > 1) or "one replica"
 
 
-def _named(largest: Largest | None) -> str:
+def _named(largest: LargestDifference | None) -> str:
     return "none" if largest is None else f"{size(largest.relative)}  {in_short(largest.name)}"
 
 
@@ -124,7 +124,7 @@ def conclusion(verdict: Verdict) -> str:
     return f"differs: {cause}{parted(verdict.parting)}"
 
 
-def parted(parting: Parting) -> str:
+def parted(parting: Divergence) -> str:
     """Where, in words."""
     far, hint = size(parting.difference), f"; {parting.hint}" if parting.hint else ""
     where = f"'{parting.where}'" + (f" ({parting.kind})" if parting.kind else "")
@@ -145,7 +145,7 @@ def parted(parting: Parting) -> str:
     return f"{up_to} leaves {where} {far} apart{hint}"
 
 
-def _within(rows: Sequence[Row]) -> str:
+def _within(rows: Sequence[StepComparison]) -> str:
     losses = max(row.difference for row in rows)
     gradients = max((row.gradient.relative for row in rows if row.gradient), default=0.0)
     weights = max((row.weight.relative for row in rows if row.weight), default=0.0)

@@ -9,7 +9,7 @@ from echelon.base.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Asked:
+class VerifyOptions:
     """The command, as it was written. words: options of ``echelon run``"""
 
     script: str
@@ -25,7 +25,7 @@ class Asked:
         return self.script == "train" and not self.module and not Path(self.script).exists()
 
 
-def check_asked(asked: Asked) -> None:
+def check_asked(asked: VerifyOptions) -> None:
     """Refuse what cannot be compared; torch is not needed to tell."""
     from echelon.launcher.job import check_program
 

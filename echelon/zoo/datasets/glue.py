@@ -10,9 +10,9 @@ import numpy as np
 
 from echelon.base.errors import DataError, UsageError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.rows import LabelledRows, Rows
-from echelon.zoo.datasets.tokens.sizes import row_length
+from echelon.zoo.datasets.tokens.row_sizes import row_length
 from echelon.zoo.datasets.tokens.token_files import find_part, need_part, read_objects, read_table
+from echelon.zoo.datasets.tokens.token_rows import LabelledRows, TokenRows
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
@@ -20,7 +20,7 @@ WHAT = "train and dev as .tsv, .jsonl or .json"
 ENDINGS = (".tsv", ".jsonl", ".json")
 
 
-class Layout(NamedTuple):
+class GlueFileFormat(NamedTuple):
     """names: the columns, where the file has no header. broken_lines: the published files have some."""
 
     text: str
@@ -33,18 +33,18 @@ class Layout(NamedTuple):
 
 ENTAILS = ("entailment", "not_entailment")
 TASKS = {
-    "cola": Layout("sentence", None, "label", names=("source", "label", "star", "sentence")),
-    "sst2": Layout("sentence", None, "label"),
-    "mrpc": Layout("#1 String", "#2 String", "Quality"),
-    "qqp": Layout("question1", "question2", "is_duplicate", broken_lines=True),
-    "mnli": Layout("sentence1", "sentence2", "gold_label", ("contradiction", "entailment", "neutral")),
-    "qnli": Layout("question", "sentence", "label", ENTAILS),
-    "rte": Layout("sentence1", "sentence2", "label", ENTAILS),
-    "wnli": Layout("sentence1", "sentence2", "label"),
+    "cola": GlueFileFormat("sentence", None, "label", names=("source", "label", "star", "sentence")),
+    "sst2": GlueFileFormat("sentence", None, "label"),
+    "mrpc": GlueFileFormat("#1 String", "#2 String", "Quality"),
+    "qqp": GlueFileFormat("question1", "question2", "is_duplicate", broken_lines=True),
+    "mnli": GlueFileFormat("sentence1", "sentence2", "gold_label", ("contradiction", "entailment", "neutral")),
+    "qnli": GlueFileFormat("question", "sentence", "label", ENTAILS),
+    "rte": GlueFileFormat("sentence1", "sentence2", "label", ENTAILS),
+    "wnli": GlueFileFormat("sentence1", "sentence2", "label"),
 }
 
 
-class Example(NamedTuple):
+class GlueExample(NamedTuple):
     text: str
     second: str
     label: str
@@ -67,10 +67,10 @@ def open_glue(request: Request) -> Data:
     )
 
 
-def _layout(request: Request) -> Layout:
+def _layout(request: Request) -> GlueFileFormat:
     """As the task's name says, with what was said of single columns on top."""
     task = request.get("glue_task")
-    known = TASKS[task] if task else Layout("text", None, "label", labels=())
+    known = TASKS[task] if task else GlueFileFormat("text", None, "label", labels=())
     said = {
         "text": request.get("text_column"),
         "second": request.get("second_text_column"),
@@ -88,14 +88,14 @@ def _patterns(request: Request | None, parts: Sequence[str]) -> list[str]:
     return [given] if given else [part + ending for part in parts for ending in ENDINGS]
 
 
-def _read(paths: list[Path], layout: Layout) -> list[Example]:
+def _read(paths: list[Path], layout: GlueFileFormat) -> list[GlueExample]:
     examples = [one for path in paths for one in (_table if path.suffix == ".tsv" else _objects)(path, layout)]
     if paths and not examples:
         raise DataError(f"{paths[0]} has no rows in it; download it again")
     return examples
 
 
-def _table(path: Path, layout: Layout) -> list[Example]:
+def _table(path: Path, layout: GlueFileFormat) -> list[GlueExample]:
     lines = read_table(path)
     header = list(layout.names) or (lines.pop(0)[1] if lines else [])
     columns = _columns(path, header, layout)
@@ -103,7 +103,7 @@ def _table(path: Path, layout: Layout) -> list[Example]:
     for number, fields in lines:
         if len(fields) > max(columns):
             text, label, *second = (fields[column] for column in columns)
-            examples.append(Example(text, "".join(second), label.strip(), f"{path}, line {number}"))
+            examples.append(GlueExample(text, "".join(second), label.strip(), f"{path}, line {number}"))
         elif not layout.broken_lines:
             raise DataError(
                 f"{path}, line {number} has {len(fields)} of {len(header)} columns; mend it, or download it again"
@@ -111,7 +111,7 @@ def _table(path: Path, layout: Layout) -> list[Example]:
     return examples
 
 
-def _columns(path: Path, header: Sequence[str], layout: Layout) -> list[int]:
+def _columns(path: Path, header: Sequence[str], layout: GlueFileFormat) -> list[int]:
     """Where text, label and second text stand."""
     wanted = [layout.text, layout.label, *([layout.second] if layout.second else [])]
     if missing := [name for name in wanted if name not in header]:
@@ -122,22 +122,22 @@ def _columns(path: Path, header: Sequence[str], layout: Layout) -> list[int]:
     return [list(header).index(name) for name in wanted]
 
 
-def _objects(path: Path, layout: Layout) -> list[Example]:
+def _objects(path: Path, layout: GlueFileFormat) -> list[GlueExample]:
     examples = []
     for number, one in read_objects(path):
         _columns(path, list(one), layout)
         second = str(one[layout.second]) if layout.second else ""
-        examples.append(Example(str(one[layout.text]), second, str(one[layout.label]), f"{path}, entry {number}"))
+        examples.append(GlueExample(str(one[layout.text]), second, str(one[layout.label]), f"{path}, entry {number}"))
     return examples
 
 
-def _found(examples: list[Example]) -> tuple[str, ...]:
+def _found(examples: list[GlueExample]) -> tuple[str, ...]:
     """All labels, in order of number where they are numbers."""
     labels = {one.label for one in examples}
     return tuple(sorted(labels, key=int if all(label.isdigit() for label in labels) else None))
 
 
-def _rows(examples: list[Example], labels: Sequence[str], vocabulary: WordPiece, length: int) -> LabelledRows:
+def _rows(examples: list[GlueExample], labels: Sequence[str], vocabulary: WordPiece, length: int) -> LabelledRows:
     texts = vocabulary.encode(text for one in examples for text in (one.text, one.second))
     begins, sizes = texts.begins[:-1].reshape(-1, 2), np.diff(texts.begins).reshape(-1, 2)
     first, second = sizes.T
@@ -150,7 +150,7 @@ def _rows(examples: list[Example], labels: Sequence[str], vocabulary: WordPiece,
         if one.label not in numbers:
             raise DataError(f"{one.place} has label '{one.label}', which is none of {', '.join(labels)}; set --labels")
     targets = np.array([numbers[one.label] for one in examples], np.int64)
-    return LabelledRows(Rows(texts.tokens, spans, length, vocabulary.signs), targets)
+    return LabelledRows(TokenRows(texts.tokens, spans, length, vocabulary.signs), targets)
 
 
 registry.add(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import DataError
 from echelon.zoo import registry
-from echelon.zoo.datasets.images.encoded import Catalogue, Numbers, encoded, every_tenth
+from echelon.zoo.datasets.images.encoded import ImageCatalogue, Numbers, encoded, every_tenth
 from echelon.zoo.datasets.images.folders import folder_of, refuse_unfinished
 from echelon.zoo.entry import Data, Dataset, Request
 
@@ -20,7 +20,7 @@ PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm")
 TRAIN, TESTS = "train", ("val", "validation", "test")
 
 
-class FolderFiles:
+class FolderImageStore:
     """Files below a folder. Their names are one array: a million texts would be copied into every worker process."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
@@ -54,7 +54,7 @@ def open_folder(request: Request, what: str, inside: tuple[str, ...] = ()) -> Da
     return encoded(request, catalogue(root, what, request.get("file_pattern")))
 
 
-def catalogue(root: Path, what: str, pattern: str | None) -> Catalogue:
+def catalogue(root: Path, what: str, pattern: str | None) -> ImageCatalogue:
     """train.txt with labels, or train/ and val/ where they are there; else each tenth of a class is for tests."""
     if pattern is None and (listed := _listed(root, TRAIN)) is not None:
         return _listed_catalogue(root, *listed)
@@ -68,7 +68,7 @@ def catalogue(root: Path, what: str, pattern: str | None) -> Catalogue:
         more, their_labels = _files(root, test, _same_classes(test, classes, what), what, pattern)
         is_test = np.repeat([False, True], [len(names), len(more)])
         names, labels = names + more, np.concatenate([labels, their_labels])
-    return _as_catalogue(FolderFiles(root, names), labels, is_test, len(classes), root, test)
+    return _as_catalogue(FolderImageStore(root, names), labels, is_test, len(classes), root, test)
 
 
 def _listed(root: Path, phase: str) -> tuple[list[str], list[int]] | None:
@@ -86,21 +86,21 @@ def _listed(root: Path, phase: str) -> tuple[list[str], list[int]] | None:
     return [f"{phase}/{path}" for path, _ in rows], [int(label) for _, label in rows]
 
 
-def _listed_catalogue(root: Path, names: list[str], labels: list[int]) -> Catalogue:
+def _listed_catalogue(root: Path, names: list[str], labels: list[int]) -> ImageCatalogue:
     found = next(((phase, listed) for phase in TESTS if (listed := _listed(root, phase)) is not None), None)
     test, (more, their_labels) = (root / found[0], found[1]) if found else (None, ([], []))
     every = np.array(labels + their_labels, dtype=np.int64)
     is_test = np.repeat([False, True], [len(names), len(more)]) if found else every_tenth(every)
-    return _as_catalogue(FolderFiles(root, names + more), every, is_test, int(every.max()) + 1, root, test)
+    return _as_catalogue(FolderImageStore(root, names + more), every, is_test, int(every.max()) + 1, root, test)
 
 
 def _as_catalogue(
-    store: FolderFiles, labels: Numbers, is_test: NDArray[np.bool_], classes: int, root: Path, test: Path | None
-) -> Catalogue:
+    store: FolderImageStore, labels: Numbers, is_test: NDArray[np.bool_], classes: int, root: Path, test: Path | None
+) -> ImageCatalogue:
     train, tests = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     how = f"those of {test.name}/" if test else "each tenth of a class"
     about = f"{len(train):,} images in {classes:,} classes of {root}, {len(tests):,} to test on ({how})"
-    return Catalogue(store=store, labels=labels, train=train, test=tests, classes=classes, about=about)
+    return ImageCatalogue(store=store, labels=labels, train=train, test=tests, classes=classes, about=about)
 
 
 def _classes(folder: Path, what: str) -> dict[str, int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from echelon.base.errors import DataError
 from echelon.zoo import registry
 from echelon.zoo.datasets.tokens.masking import MaskedRows
-from echelon.zoo.datasets.tokens.rows import Rows
-from echelon.zoo.datasets.tokens.sentences import Pairing, documents_of, pieces_of
-from echelon.zoo.datasets.tokens.sizes import row_sizes
+from echelon.zoo.datasets.tokens.row_sizes import row_sizes
+from echelon.zoo.datasets.tokens.sentences import SentencePairBuilder, documents_of, pieces_of
 from echelon.zoo.datasets.tokens.token_files import find, read_text
+from echelon.zoo.datasets.tokens.token_rows import TokenRows
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
@@ -37,8 +37,8 @@ def _masked(documents: list[list[str]], vocabulary: WordPiece, request: Request)
     chapters = pieces_of(texts, [len(document) for document in documents], length - 3)
     if not chapters:
         raise DataError(f"the text of {request.get('dataset_dir')} has no words in it; check the files")
-    pairs = Pairing(chapters, length - 3, request.get("seed", 0)).pairs()
-    rows = Rows(texts.tokens, pairs.spans, length, vocabulary.signs)
+    pairs = SentencePairBuilder(chapters, length - 3, request.get("seed", 0)).pairs()
+    rows = TokenRows(texts.tokens, pairs.spans, length, vocabulary.signs)
     return MaskedRows(rows, pairs.follows, most=most, others=vocabulary.ordinary)
 
 

@@ -9,16 +9,16 @@ from echelon.zoo.entry import Data, Dataset, Request
 
 #: which module of ``made_up`` has it, and as what
 MADE_BY = {
-    "classify_images": ("images", "images"),
-    "classify_features": ("clicks", "features"),
-    "regress": ("clicks", "values"),
-    "click": ("clicks", "clicks"),
-    "word_pairs": ("clicks", "word_pairs"),
-    "masked_lm": ("text", "masked_lm"),
-    "classify_text": ("text", "classify_text"),
-    "answer_span": ("text", "answer_span"),
-    "language_model": ("text", "language_model"),
-    "translate": ("text", "translate"),
+    "classify_images": ("synthetic_images", "images"),
+    "classify_features": ("synthetic_clicks", "features"),
+    "regress": ("synthetic_clicks", "values"),
+    "click": ("synthetic_clicks", "clicks"),
+    "word_pairs": ("synthetic_clicks", "word_pairs"),
+    "masked_lm": ("synthetic_text", "masked_lm"),
+    "classify_text": ("synthetic_text", "classify_text"),
+    "answer_span": ("synthetic_text", "answer_span"),
+    "language_model": ("synthetic_text", "language_model"),
+    "translate": ("synthetic_text", "translate"),
 }
 
 

@@ -9,10 +9,10 @@ import torch
 
 from echelon.base.errors import DataError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.rows import Numbers
-from echelon.zoo.datasets.tokens.sizes import row_length
+from echelon.zoo.datasets.tokens.row_sizes import row_length
 from echelon.zoo.datasets.tokens.token_files import find, read_table
-from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, Texts, WordPiece, vocabulary_for
+from echelon.zoo.datasets.tokens.token_rows import Numbers
+from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, TokenizedTexts, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 from echelon.zoo.tasks import IGNORED
 
@@ -53,7 +53,7 @@ def _rows(pairs: list[Pair], vocabulary: WordPiece, request: Request) -> tuple[t
 
 
 def _padded(
-    texts: Texts, length: int, vocabulary: WordPiece
+    texts: TokenizedTexts, length: int, vocabulary: WordPiece
 ) -> tuple[Numbers, np.ndarray[tuple[int, int], np.dtype[np.bool_]]]:
     """[n, length], and where something stands."""
     rows = np.full((len(texts), length), vocabulary.pad, np.int64)

@@ -9,16 +9,16 @@ import numpy as np
 
 from echelon.base.errors import DataError, UsageError
 from echelon.zoo import registry
-from echelon.zoo.datasets.tokens.rows import LabelledRows, Rows
-from echelon.zoo.datasets.tokens.sizes import row_length
+from echelon.zoo.datasets.tokens.row_sizes import row_length
 from echelon.zoo.datasets.tokens.token_files import find_part, folder, need_part, read_json
+from echelon.zoo.datasets.tokens.token_rows import LabelledRows, TokenRows
 from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, WordPiece, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
 WHAT = "train-*.json (and dev-*.json) of SQuAD"
 
 
-class Question(NamedTuple):
+class SquadQuestion(NamedTuple):
     """begin, stop: the answer's characters in the context; both 0 where it has none."""
 
     text: str
@@ -26,9 +26,9 @@ class Question(NamedTuple):
     stop: int
 
 
-class Paragraph(NamedTuple):
+class SquadParagraph(NamedTuple):
     context: str
-    questions: list[Question]
+    questions: list[SquadQuestion]
 
 
 def open_squad(request: Request) -> Data:
@@ -36,17 +36,17 @@ def open_squad(request: Request) -> Data:
     test = _read(find_part(request, ["dev-*.json", "dev*.json"], WHAT) if folder(request, WHAT).is_dir() else [])
     texts = [text for one in train for text in (one.context, *(question.text for question in one.questions))]
     vocabulary = vocabulary_for(request, texts)
-    rows = Windows(vocabulary, request).of(train)
+    rows = ContextWindows(vocabulary, request).of(train)
     questions = sum(len(one.questions) for one in train)
     return Data(
         train=rows,
-        test=Windows(vocabulary, request).of(test) if test else None,
+        test=ContextWindows(vocabulary, request).of(test) if test else None,
         facts={"vocab_size": vocabulary.size},
         about=f"{len(rows)} windows of {questions} questions about {len(train)} paragraphs",
     )
 
 
-class Windows:
+class ContextWindows:
     """Cuts long contexts into overlapping windows. Where a window does not have the answer, it is at [CLS]: (0, 0)."""
 
     def __init__(self, vocabulary: WordPiece, request: Request) -> None:
@@ -59,14 +59,14 @@ class Windows:
         self._spans: list[tuple[int, int, int, int]] = []
         self._targets: list[tuple[int, int]] = []
 
-    def of(self, paragraphs: list[Paragraph]) -> LabelledRows:
+    def of(self, paragraphs: list[SquadParagraph]) -> LabelledRows:
         for paragraph in paragraphs:
             self._add(paragraph)
         tokens, spans = np.array(self._tokens, np.int32), np.array(self._spans, np.int64).reshape(-1, 4)
-        rows = Rows(tokens, spans, self._length, self._vocabulary.signs)
+        rows = TokenRows(tokens, spans, self._length, self._vocabulary.signs)
         return LabelledRows(rows, np.array(self._targets, np.int64).reshape(-1, 2))
 
-    def _add(self, paragraph: Paragraph) -> None:
+    def _add(self, paragraph: SquadParagraph) -> None:
         tokens, places = self._vocabulary.encode_with_places(paragraph.context)
         context = len(self._tokens)
         self._tokens += tokens
@@ -90,7 +90,7 @@ def window_starts(length: int, room: int, stride: int) -> list[int]:
     return starts
 
 
-def _answer(question: Question, places: list[tuple[int, int]]) -> tuple[int, int] | None:
+def _answer(question: SquadQuestion, places: list[tuple[int, int]]) -> tuple[int, int] | None:
     """First and last token of the answer in the context."""
     held = [at for at, (begin, stop) in enumerate(places) if stop > question.begin and begin < question.stop]
     return (held[0], held[-1]) if held else None
@@ -108,8 +108,8 @@ def _train_files(request: Request) -> list[Path]:
     return [path] if path.is_file() else need_part(request, [given] if given else ["train-*.json", "train*.json"], WHAT)
 
 
-def _read(paths: list[Path]) -> list[Paragraph]:
-    paragraphs: list[Paragraph] = []
+def _read(paths: list[Path]) -> list[SquadParagraph]:
+    paragraphs: list[SquadParagraph] = []
     for path in paths:
         found = read_json(path)
         try:
@@ -121,17 +121,17 @@ def _read(paths: list[Path]) -> list[Paragraph]:
     return paragraphs
 
 
-def _paragraph(found: dict[str, Any]) -> Paragraph:
+def _paragraph(found: dict[str, Any]) -> SquadParagraph:
     context, questions = found["context"], []
     for one in found["qas"]:
         if one.get("is_impossible"):
-            questions.append(Question(one["question"], 0, 0))
+            questions.append(SquadQuestion(one["question"], 0, 0))
             continue
         answer = one["answers"][0]
         begin, stop = answer["answer_start"], answer["answer_start"] + len(answer["text"])
         if context[begin:stop] == answer["text"]:  # a few of the published ones are not where they are said to be
-            questions.append(Question(one["question"], begin, stop))
-    return Paragraph(context, questions)
+            questions.append(SquadQuestion(one["question"], begin, stop))
+    return SquadParagraph(context, questions)
 
 
 registry.add(

@@ -15,7 +15,7 @@ import numpy as np
 
 from echelon.base.errors import DataError
 from echelon.zoo import registry
-from echelon.zoo.datasets.images.encoded import Catalogue, Numbers, encoded, every_tenth
+from echelon.zoo.datasets.images.encoded import ImageCatalogue, Numbers, encoded, every_tenth
 from echelon.zoo.datasets.images.folders import folder_of
 from echelon.zoo.entry import Data, Dataset, Request
 
@@ -24,14 +24,14 @@ BLOCK = 512
 
 
 @dataclass
-class Members:
+class TarIndex:
     """Pictures of one tar, by key, as (place, bytes); and labels by key."""
 
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
 
 
-class TarMembers:
+class TarImageStore:
     """Pictures inside of tar files."""
 
     def __init__(self, paths: list[Path], rows: Numbers) -> None:
@@ -69,7 +69,7 @@ def open_tars(request: Request) -> Data:
     return encoded(request, catalogue(paths, folder))
 
 
-def catalogue(paths: list[Path], folder: Path) -> Catalogue:
+def catalogue(paths: list[Path], folder: Path) -> ImageCatalogue:
     """Tars with val or test in their names are for tests; where there are none, each tenth picture of a class is."""
     found = [_members(path) for path in paths]
     rows = [(number, *one.places[key]) for number, one in enumerate(found) for key in one.places]
@@ -82,13 +82,13 @@ def catalogue(paths: list[Path], folder: Path) -> Catalogue:
     train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     classes = 1 + int(labels.max())
     about = f"{len(train):,} images in {classes:,} classes of {len(paths)} tars in {folder}, {len(test):,} to test on"
-    return Catalogue(
-        store=TarMembers(paths, table), labels=labels, train=train, test=test, classes=classes, about=about
+    return ImageCatalogue(
+        store=TarImageStore(paths, table), labels=labels, train=train, test=test, classes=classes, about=about
     )
 
 
-def _members(path: Path) -> Members:
-    found, size = Members(), path.stat().st_size
+def _members(path: Path) -> TarIndex:
+    found, size = TarIndex(), path.stat().st_size
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -103,7 +103,7 @@ def _members(path: Path) -> Members:
     return found
 
 
-def _note(found: Members, tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, size: int) -> None:
+def _note(found: TarIndex, tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, size: int) -> None:
     if not member.isfile():
         return
     if member.offset_data + member.size > size:

@@ -15,7 +15,7 @@ from echelon.zoo import registry
 from echelon.zoo.datasets.tokens.documents import PackedDocuments
 from echelon.zoo.datasets.tokens.sentences import documents_of
 from echelon.zoo.datasets.tokens.token_files import find, read_text
-from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, Texts, vocabulary_for
+from echelon.zoo.datasets.tokens.vocabulary import SETTINGS, TokenizedTexts, vocabulary_for
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 from echelon.zoo.tasks import IGNORED
 
@@ -49,7 +49,7 @@ def _open_documents(request: Request, paths: list[Path]) -> Data:
     texts, size = _encoded_each(request, found)
     length, cut = int(request.get("max_seq_length", 128)), len(found) - held_out
     train, test = (
-        PackedDocuments(Texts(texts.tokens, texts.begins[low : high + 1]), length)
+        PackedDocuments(TokenizedTexts(texts.tokens, texts.begins[low : high + 1]), length)
         for low, high in ((0, cut), (cut, len(found)))
     )
     if not len(train):
@@ -63,14 +63,14 @@ def _open_documents(request: Request, paths: list[Path]) -> Data:
     )
 
 
-def _encoded_each(request: Request, texts: list[str]) -> tuple[Texts, int]:
+def _encoded_each(request: Request, texts: list[str]) -> tuple[TokenizedTexts, int]:
     if request.get("tokenizer", "characters") == "wordpiece":
         vocabulary = vocabulary_for(request, texts)
         return vocabulary.encode(texts), vocabulary.size
     tokens, size = _encoded(request, "".join(texts))
     by_bytes = request.get("tokenizer", "characters") == "bytes"
     lengths = [len(text.encode()) if by_bytes else len(text) for text in texts]
-    return Texts(tokens.astype(np.int32), np.array([0, *accumulate(lengths)], np.int64)), size
+    return TokenizedTexts(tokens.astype(np.int32), np.array([0, *accumulate(lengths)], np.int64)), size
 
 
 def windows(tokens: NDArray[np.int64], length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ TEST_PART = 20  #: one word in so many, at the end of the text, is for the test
 FLATTENED = 0.75  #: the power of a word's count that says how often it is drawn
 
 
-class Words:
+class WordCorpus:
     """A text as numbers of its different words, and their ids and counts."""
 
     def __init__(self, words: Sequence[str], least: int) -> None:
@@ -49,13 +49,13 @@ class Words:
         return thinned
 
 
-class Pairs:
-    """Pairs of a text's words: what ``echelon.data.batched.Batched`` asks for.
+class SkipGramPairs:
+    """Pairs of a text's words: what ``echelon.data.batched.BatchedDataset`` asks for.
 
     A word has on average as many as in the paper's program, which draws how far it looks, 1 to ``window``.
     """
 
-    def __init__(self, words: Words, text: NDArray[np.int64], window: int, negatives: int) -> None:
+    def __init__(self, words: WordCorpus, text: NDArray[np.int64], window: int, negatives: int) -> None:
         self._ids, self._text, self._window, self._negatives = words.ids, text, window, negatives
         flat = np.cumsum(words.counts**FLATTENED)
         self._often = flat / flat[-1]
@@ -95,7 +95,7 @@ def open_word_pairs(request: Request) -> Data:
             raise UsageError(f"--{name} {request[name]}: must be {least} or more")
     files = find(request, "*.txt", "text files")
     text = [word for path in files for word in re.findall(r"\w+(?:'\w+)?", read_text(path).lower())]
-    words = Words(text, request["min_count"]) if text else None
+    words = WordCorpus(text, request["min_count"]) if text else None
     kept = words.thinned(request["subsample"], request["seed"]) if words else np.zeros(0, np.int64)
     if words is None or len(kept) < 2 * TEST_PART:
         raise DataError(
@@ -104,7 +104,7 @@ def open_word_pairs(request: Request) -> Data:
         )
     cut = len(kept) - len(kept) // TEST_PART
     train, test = (
-        Pairs(words, part, request["window"], request.get("negatives", 5)) for part in (kept[:cut], kept[cut:])
+        SkipGramPairs(words, part, request["window"], request.get("negatives", 5)) for part in (kept[:cut], kept[cut:])
     )
     about = f"{len(text):,} words, {len(words.ids):,} different, {len(kept):,} after thinning: {len(train):,} pairs"
     return Data(train=train, test=test, about=f"{about} from {files[0].parent}")

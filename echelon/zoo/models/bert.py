@@ -22,7 +22,7 @@ from echelon.zoo.models.attention import LAYER_SPLIT, PACK, SelfAttention, draw_
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BertSizes:
     vocabulary: int
     positions: int
     segments: int
@@ -36,10 +36,10 @@ class Sizes:
     masked: bool
 
 
-class Embeddings(nn.Module):
+class BertEmbeddings(nn.Module):
     """Words, segments and learned positions."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BertSizes) -> None:
         super().__init__()
         self.words = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.positions = nn.Embedding(sizes.positions, sizes.hidden)
@@ -54,10 +54,10 @@ class Embeddings(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """Attention and an MLP, each with a shortcut and a norm after it."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BertSizes) -> None:
         super().__init__()
         self.attention = SelfAttention(sizes.hidden, sizes.heads, sizes.attention_dropout)
         self.norm1 = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
@@ -77,11 +77,11 @@ class Encoder(nn.Module):
     Packed tokens, and segments [t], need no mask: they become [t, hidden].
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BertSizes) -> None:
         super().__init__()
         self.masked = sizes.masked
-        self.embeddings = Embeddings(sizes)
-        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.embeddings = BertEmbeddings(sizes)
+        self.layers = nn.ModuleList(BertLayer(sizes) for _ in range(sizes.layers))
 
     def encode(self, tokens: Tensor | Packed, segments: Tensor, mask: Tensor | None) -> Tensor:
         x: Tensor = self.embeddings(tokens, segments)
@@ -97,7 +97,7 @@ class Encoder(nn.Module):
 class WordGuess(nn.Module):
     """From features to the vocabulary; the last matrix is that of the embedding."""
 
-    def __init__(self, sizes: Sizes, words: nn.Embedding) -> None:
+    def __init__(self, sizes: BertSizes, words: nn.Embedding) -> None:
         super().__init__()
         self.transform = nn.Linear(sizes.hidden, sizes.hidden)
         self.norm = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
@@ -115,7 +115,7 @@ class BertPretraining(Encoder):
     Of packed tokens, ``positions`` [p] are places in the row, and the logits [p, vocabulary].
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BertSizes) -> None:
         super().__init__(sizes)
         self.pooler = nn.Linear(sizes.hidden, sizes.hidden)
         self.guess = WordGuess(sizes, self.embeddings.words)
@@ -137,7 +137,7 @@ class BertPretraining(Encoder):
 class BertClassifier(Encoder):
     """Logits of a text's class, from its first token."""
 
-    def __init__(self, sizes: Sizes, classes: int) -> None:
+    def __init__(self, sizes: BertSizes, classes: int) -> None:
         super().__init__(sizes)
         self.pooler = nn.Linear(sizes.hidden, sizes.hidden)
         self.drop = nn.Dropout(sizes.dropout)
@@ -156,7 +156,7 @@ class BertSpan(Encoder):
     Padding takes part in the choice here, so that these rows are not packed.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BertSizes) -> None:
         super().__init__(sizes)
         self.head = nn.Linear(sizes.hidden, 2)
         draw_weights(self)
@@ -173,7 +173,7 @@ def first_tokens(x: Tensor, tokens: Tensor | Packed) -> Tensor:
 
 def build(request: Request) -> nn.Module:
     require_room(request["max_seq_length"], request["max_position_embeddings"], "max_position_embeddings")
-    sizes = Sizes(
+    sizes = BertSizes(
         vocabulary=request["vocab_size"],
         positions=request["max_position_embeddings"],
         segments=request["type_vocab_size"],

@@ -14,7 +14,7 @@ from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, places_of, require_room
 
 
-class Layer(nn.Module):
+class GptLayer(nn.Module):
     """Attention and an MLP, each with a norm before it and a shortcut."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
@@ -33,7 +33,7 @@ class Layer(nn.Module):
         return out
 
 
-class Embeddings(nn.Module):
+class GptEmbeddings(nn.Module):
     """Words and learned positions."""
 
     def __init__(self, vocabulary: int, positions: int, hidden: int, dropout: float) -> None:
@@ -56,8 +56,8 @@ class Gpt(nn.Module):
 
     def __init__(self, vocabulary: int, positions: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.embeddings = Embeddings(vocabulary, positions, hidden, dropout)
-        self.layers = nn.ModuleList(Layer(hidden, heads, dropout) for _ in range(layers))
+        self.embeddings = GptEmbeddings(vocabulary, positions, hidden, dropout)
+        self.layers = nn.ModuleList(GptLayer(hidden, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
         self.head.weight = self.embeddings.words.weight

@@ -87,7 +87,7 @@ class AuxiliaryClassifier(nn.Module):
 # ---- layers, as they are written down ----
 
 
-class Layer(Protocol):
+class InceptionLayer(Protocol):
     def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
         """The module for so many input channels, and its output channels."""
 
@@ -150,7 +150,7 @@ class AveragePool:
 class Fork:
     """Branches side by side, each a layer or a sequence of layers."""
 
-    def __init__(self, *branches: Layer | tuple[Layer, ...]) -> None:
+    def __init__(self, *branches: InceptionLayer | tuple[InceptionLayer, ...]) -> None:
         self.branches = [branch if isinstance(branch, tuple) else (branch,) for branch in branches]
 
     def build(self, inputs: int, width: float) -> tuple[Branches, int]:
@@ -173,7 +173,7 @@ class Residual:
 class Chain:
     """Layers one after the other, as one block."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[InceptionLayer, ...]
 
     def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
         return chain(self.layers, inputs, width)
@@ -183,7 +183,7 @@ def widened(channels: int, width: float) -> int:
     return channels if width == 1 else max(int(channels * width), NARROWEST)
 
 
-def chain(layers: Sequence[Layer], inputs: int, width: float) -> tuple[nn.Sequential, int]:
+def chain(layers: Sequence[InceptionLayer], inputs: int, width: float) -> tuple[nn.Sequential, int]:
     modules = []
     for layer in layers:
         module, inputs = layer.build(inputs, width)
@@ -195,15 +195,15 @@ def chain(layers: Sequence[Layer], inputs: int, width: float) -> tuple[nn.Sequen
 
 
 @dataclass(frozen=True)
-class Plan:
+class InceptionSpec:
     """A network, written down.
 
     smallest: images that leave something for the last block
     tapped:   number of the block whose output the auxiliary classifier sees
     """
 
-    stem: tuple[Layer, ...]
-    blocks: tuple[Layer, ...]
+    stem: tuple[InceptionLayer, ...]
+    blocks: tuple[InceptionLayer, ...]
     smallest: int
     tapped: int | None = None
 
@@ -212,7 +212,7 @@ class Inception(nn.Module):
     """Images [n, channels, h, w] to logits [n, num_classes]; in training, with the auxiliary logits beside them."""
 
     def __init__(
-        self, plan: Plan, num_classes: int, *, channels: int, width: float, dropout: float, auxiliary: bool
+        self, plan: InceptionSpec, num_classes: int, *, channels: int, width: float, dropout: float, auxiliary: bool
     ) -> None:
         super().__init__()
         self.tapped = plan.tapped if auxiliary else None
@@ -247,7 +247,7 @@ def _initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def inception(name: str, plan: Plan, image_size: int, **entry: Any) -> Model:
+def inception(name: str, plan: InceptionSpec, image_size: int, **entry: Any) -> Model:
     """The entry of the network that ``plan`` writes down."""
     auxiliary = Setting(
         name="auxiliary", default=True, meaning="train a second classifier halfway, with 0.4 of its loss added"
@@ -268,7 +268,7 @@ def inception(name: str, plan: Plan, image_size: int, **entry: Any) -> Model:
     )
 
 
-def _build(plan: Plan, request: Request) -> Inception:
+def _build(plan: InceptionSpec, request: Request) -> Inception:
     size, width = request["image_size"], request["depth_multiplier"]
     if size < plan.smallest:
         raise UsageError(

@@ -7,8 +7,8 @@ from echelon.zoo.models.inception_blocks import (
     AveragePool,
     Conv,
     Fork,
+    InceptionSpec,
     MaxPool,
-    Plan,
     Residual,
     inception,
 )
@@ -58,7 +58,7 @@ def _small(scale: float = 0.2, *, rectified: bool = True) -> Residual:
     return Residual(Fork(Conv(192), (Conv(192), Conv(224, (1, 3)), Conv(256, (3, 1)))), scale, rectified)
 
 
-PLAN = Plan(
+PLAN = InceptionSpec(
     stem=(
         Conv(32, 3, stride=2, padded=False),
         Conv(32, 3, padded=False),

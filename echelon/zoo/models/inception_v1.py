@@ -6,7 +6,7 @@ As there, 3 x 3 stands where the paper has 5 x 5, and there are no auxiliary cla
 from __future__ import annotations
 
 from echelon.zoo import registry
-from echelon.zoo.models.inception_blocks import Chain, Conv, Fork, MaxPool, Plan, inception
+from echelon.zoo.models.inception_blocks import Chain, Conv, Fork, InceptionSpec, MaxPool, inception
 
 
 def _mixed(one: int, three: tuple[int, int], double: tuple[int, int], pool: int) -> Fork:
@@ -20,7 +20,7 @@ def _mixed(one: int, three: tuple[int, int], double: tuple[int, int], pool: int)
 
 HALVE = MaxPool(3, stride=2, over_the_edge=True)
 
-PLAN = Plan(
+PLAN = InceptionSpec(
     stem=(Conv(64, 7, stride=2), HALVE, Conv(64), Conv(192, 3), HALVE),
     blocks=(
         _mixed(64, (96, 128), (16, 32), 32),

@@ -10,9 +10,9 @@ from echelon.zoo.models.inception_blocks import (
     AveragePool,
     Conv,
     Fork,
-    Layer,
+    InceptionLayer,
+    InceptionSpec,
     MaxPool,
-    Plan,
     SeparableConv,
     inception,
 )
@@ -22,7 +22,9 @@ LARGEST = MaxPool(3, stride=1, padding=1)
 HALVE = MaxPool(3, stride=2, over_the_edge=True)
 
 
-def _mixed(one: int, three: tuple[int, int], double: tuple[int, int], pool: int, pooling: Layer = AVERAGE) -> Fork:
+def _mixed(
+    one: int, three: tuple[int, int], double: tuple[int, int], pool: int, pooling: InceptionLayer = AVERAGE
+) -> Fork:
     return Fork(
         Conv(one),
         (Conv(three[0]), Conv(three[1], 3)),
@@ -39,7 +41,7 @@ def _halving(three: tuple[int, int], double: tuple[int, int]) -> Fork:
     )
 
 
-PLAN = Plan(
+PLAN = InceptionSpec(
     stem=(SeparableConv(64, 7, stride=2), HALVE, Conv(64), Conv(192, 3), HALVE),
     blocks=(
         _mixed(64, (64, 64), (64, 96), 32),

@@ -7,8 +7,8 @@ from echelon.zoo.models.inception_blocks import (
     AveragePool,
     Conv,
     Fork,
+    InceptionSpec,
     MaxPool,
-    Plan,
     inception,
 )
 
@@ -59,7 +59,7 @@ def _small() -> Fork:
     return Fork(Conv(320), (Conv(384), cross), (Conv(448), Conv(384, 3), cross), (AVERAGE, Conv(192)))
 
 
-PLAN = Plan(
+PLAN = InceptionSpec(
     stem=(
         Conv(32, 3, stride=2, padded=False),
         Conv(32, 3, padded=False),

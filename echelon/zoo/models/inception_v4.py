@@ -7,8 +7,8 @@ from echelon.zoo.models.inception_blocks import (
     AveragePool,
     Conv,
     Fork,
+    InceptionSpec,
     MaxPool,
-    Plan,
     inception,
 )
 
@@ -64,7 +64,7 @@ def _small() -> Fork:
     )
 
 
-PLAN = Plan(
+PLAN = InceptionSpec(
     stem=(
         Conv(32, 3, stride=2, padded=False),
         Conv(32, 3, padded=False),

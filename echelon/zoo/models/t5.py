@@ -22,7 +22,7 @@ HIDDEN = -1e4  #: added to a score that must not count: its exponential is 0 in 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class T5Sizes:
     """experts: of every second layer; 0: none"""
 
     vocabulary: int
@@ -64,10 +64,10 @@ def _bucket(ahead: Tensor, causal: bool) -> Tensor:
     return found if causal else found + count * (ahead > 0)
 
 
-class SelfAttention(nn.Module):
+class T5SelfAttention(nn.Module):
     """Scores are not scaled: the first weights are small instead."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
         self.heads, self.dropout = sizes.heads, sizes.dropout
         self.qkv = nn.Linear(sizes.hidden, 3 * sizes.heads * sizes.width, bias=False)
@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """From the target to the source."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
         self.heads, self.dropout = sizes.heads, sizes.dropout
         self.q = nn.Linear(sizes.hidden, sizes.heads * sizes.width, bias=False)
@@ -103,7 +103,7 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     """A norm, then an MLP or experts, with a shortcut: what finds no room in its expert keeps its own value."""
 
-    def __init__(self, sizes: Sizes, experts: bool) -> None:
+    def __init__(self, sizes: T5Sizes, experts: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(sizes.hidden, 1e-6)
         self.drop = nn.Dropout(sizes.dropout)
@@ -124,10 +124,10 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, sizes: Sizes, experts: bool) -> None:
+    def __init__(self, sizes: T5Sizes, experts: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(sizes.hidden, 1e-6)
-        self.attention = SelfAttention(sizes)
+        self.attention = T5SelfAttention(sizes)
         self.feed = FeedForward(sizes, experts)
         self.drop = nn.Dropout(sizes.dropout)
 
@@ -137,10 +137,10 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, sizes: Sizes, experts: bool) -> None:
+    def __init__(self, sizes: T5Sizes, experts: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(sizes.hidden, 1e-6)
-        self.attention = SelfAttention(sizes)
+        self.attention = T5SelfAttention(sizes)
         self.cross_norm = nn.RMSNorm(sizes.hidden, 1e-6)
         self.cross = CrossAttention(sizes)
         self.feed = FeedForward(sizes, experts)
@@ -157,7 +157,7 @@ class T5(nn.Module):
     """source [n, s], its mask [n, s] and the target moved by one [n, t] to logits [n, t, vocabulary]. One matrix is
     both embeddings and the head."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
         self.masked = sizes.masked
         self.words = nn.Embedding(sizes.vocabulary, sizes.hidden)
@@ -194,11 +194,11 @@ class T5(nn.Module):
         return out
 
 
-def _has_experts(sizes: Sizes, layer: int) -> bool:
+def _has_experts(sizes: T5Sizes, layer: int) -> bool:
     return sizes.experts > 0 and layer % 2 == 1
 
 
-def _draw_weights(model: T5, sizes: Sizes) -> None:
+def _draw_weights(model: T5, sizes: T5Sizes) -> None:
     """By what comes in, and queries smaller by what scaling would have taken from the scores."""
     nn.init.normal_(model.words.weight)
     for name, module in model.named_modules():
@@ -207,7 +207,7 @@ def _draw_weights(model: T5, sizes: Sizes) -> None:
         elif isinstance(module, nn.Linear) and name != "head":
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
     for module in model.modules():
-        if isinstance(module, SelfAttention):
+        if isinstance(module, T5SelfAttention):
             by_head = module.qkv.weight.detach().view(sizes.heads, 3, sizes.width, -1)
             by_head[:, 0].mul_(sizes.width**-0.5)
         if isinstance(module, CrossAttention):
@@ -216,7 +216,7 @@ def _draw_weights(model: T5, sizes: Sizes) -> None:
 
 def build(request: Request) -> nn.Module:
     return T5(
-        Sizes(
+        T5Sizes(
             vocabulary=request["vocab_size"],
             hidden=request["hidden_size"],
             layers=request["num_layers"],

@@ -18,7 +18,7 @@ from echelon.zoo.models.image_entry import block_names, dropout_setting, image_m
 
 
 @dataclass(frozen=True)
-class Size:
+class VitSize:
     width: int
     layers: int
     heads: int
@@ -26,10 +26,10 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(192, 12, 3, 5_717_416),
-    "small": Size(384, 12, 6, 22_050_664),
-    "base": Size(768, 12, 12, 86_567_656),
-    "large": Size(1024, 24, 16, 304_326_632),
+    "tiny": VitSize(192, 12, 3, 5_717_416),
+    "small": VitSize(384, 12, 6, 22_050_664),
+    "base": VitSize(768, 12, 12, 86_567_656),
+    "large": VitSize(1024, 24, 16, 304_326_632),
 }
 
 
@@ -52,7 +52,7 @@ class Patches(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class VitAttention(nn.Module):
     """The outputs of ``qkv`` lie head by head, query, key and value of each: a cut by columns is one between heads."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -67,11 +67,11 @@ class Attention(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class VitLayer(nn.Module):
     def __init__(self, width: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attention = Attention(width, heads)
+        self.attention = VitAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
@@ -104,7 +104,7 @@ class VisionTransformer(nn.Module):
         if width % heads:
             raise UsageError(f"hidden_size {width} does not divide into {heads} heads; change one of them")
         self.stem = Patches(image_size, patch, channels, width, dropout)
-        self.layers = nn.Sequential(*(Layer(width, heads, inner, dropout) for _ in range(layers)))
+        self.layers = nn.Sequential(*(VitLayer(width, heads, inner, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
         self._draw()
@@ -137,7 +137,7 @@ def _build(request: Request) -> nn.Module:
     )
 
 
-def _settings(size: Size) -> tuple[Setting, ...]:
+def _settings(size: VitSize) -> tuple[Setting, ...]:
     return (
         Setting(name="patch_size", default=16, meaning="height and width of a patch"),
         Setting(name="hidden_size", default=size.width, meaning="features of a token"),
@@ -150,7 +150,7 @@ def _settings(size: Size) -> tuple[Setting, ...]:
     )
 
 
-def _entry(name: str, size: Size) -> Model:
+def _entry(name: str, size: VitSize) -> Model:
     return image_model(
         f"vit_{name}",
         _build,

@@ -27,7 +27,7 @@ _LISTS = (list, tuple)
 
 
 @dataclass(frozen=True)
-class Arguments:
+class OwnArguments:
     """The arguments that a run can fill in.
 
     make:     the class or function
@@ -47,7 +47,7 @@ class Arguments:
         return self.make(**{name: tuple(v) if name in tuples else v for name, v in values.items()}, **more)
 
 
-def read_arguments(make: Callable[..., Any], place: str, besides: Collection[str] = ()) -> Arguments:
+def read_arguments(make: Callable[..., Any], place: str, besides: Collection[str] = ()) -> OwnArguments:
     """Read the signature; ``besides``: arguments that are filled in by other means."""
     hints, names, settings, defaults = _hints(make), [], [], {}
     for argument in _arguments(make, place):
@@ -72,7 +72,7 @@ def read_arguments(make: Callable[..., Any], place: str, besides: Collection[str
                 Setting(name=name, default=default, meaning=meaning, kind=kind or Any, required=not has_default)
             )
         names.append(name)
-    return Arguments(make, tuple(names), tuple(settings), defaults)
+    return OwnArguments(make, tuple(names), tuple(settings), defaults)
 
 
 def _arguments(make: Callable[..., Any], place: str) -> list[inspect.Parameter]:

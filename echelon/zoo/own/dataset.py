@@ -14,8 +14,8 @@ import torch.utils.data
 from echelon.base.errors import UsageError
 from echelon.data.data_source import is_stream
 from echelon.zoo.entry import Data, Dataset, Request
-from echelon.zoo.own.arguments import Arguments, read_arguments
-from echelon.zoo.own.place import declared_tasks, found_at, short_name
+from echelon.zoo.own.arguments import OwnArguments, read_arguments
+from echelon.zoo.own.own_object import declared_tasks, found_at, short_name
 
 #: An argument of one of these names says which part is meant, as in torchvision: made twice, once for each.
 _PARTS: dict[str, tuple[Any, Any]] = {"train": (True, False), "split": ("train", "test")}
@@ -50,7 +50,7 @@ def _part_argument(make: Callable[..., Any]) -> str | None:
     return next((name for name, (first, _) in _PARTS.items() if name in known and known[name].default == first), None)
 
 
-def _opened(arguments: Arguments, part: str | None, request: Request, place: str) -> Data:
+def _opened(arguments: OwnArguments, part: str | None, request: Request, place: str) -> Data:
     if part is not None:
         train, test = (arguments.call(request, **{part: value}) for value in _PARTS[part])
     else:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.base.errors import UsageError
-from echelon.zoo.own.place import found_at
+from echelon.zoo.own.own_object import found_at
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -8,7 +8,7 @@ from echelon.base.errors import UsageError
 from echelon.zoo.entry import OWN_RUNNER, Model, Request
 from echelon.zoo.own.arguments import read_arguments
 from echelon.zoo.own.loss import loss_of_class
-from echelon.zoo.own.place import declared_tasks, found_at, short_name
+from echelon.zoo.own.own_object import declared_tasks, found_at, short_name
 from echelon.zoo.tasks import OWN
 
 

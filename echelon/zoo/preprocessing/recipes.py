@@ -81,7 +81,7 @@ def coloured(pixels: Pixels, brightness: float, contrast: float, saturation: flo
     return np.clip(flat, 0, 255, out=flat).astype(np.uint8).reshape(pixels.shape)
 
 
-class Spread(NamedTuple):
+class PixelStatistics(NamedTuple):
     """Mean and standard deviation of pixels from 0 to 1: one for each colour, or one for all."""
 
     mean: tuple[float, ...]
@@ -93,7 +93,7 @@ class Preprocessing:
     name: str
     train: Recipe = field(default_factory=Recipe)
     test: Recipe = field(default_factory=Recipe)
-    spread: Spread
+    spread: PixelStatistics
 
     def normalize(self, channels: int, device: torch.device | None = None) -> Normalize:
         """What ``Data.arrive`` is for images of so many channels."""
@@ -103,10 +103,10 @@ class Preprocessing:
         return Normalize(mean, std, device)
 
 
-_ZERO_TO_ONE = Spread((0.0,), (1.0,))
-_PLUS_MINUS_ONE = Spread((0.5,), (0.5,))
-_IMAGENET = Spread((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_CIFAR = Spread((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+_ZERO_TO_ONE = PixelStatistics((0.0,), (1.0,))
+_PLUS_MINUS_ONE = PixelStatistics((0.5,), (0.5,))
+_IMAGENET = PixelStatistics((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_CIFAR = PixelStatistics((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 PREPROCESSINGS: dict[str, Preprocessing] = {
     made.name: made

@@ -13,8 +13,8 @@ from echelon.data import Loader, Repeated, RepeatedStream
 from echelon.data.batched import is_batched
 from echelon.data.blocks import is_blocked
 from echelon.data.data_source import is_stream
-from echelon.data.mapped import columns_of
-from echelon.data.sharded import is_sharded
+from echelon.data.map_source import columns_of
+from echelon.data.shard_source import is_sharded
 from echelon.zoo.entry import Data, Request
 
 
@@ -73,7 +73,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Waiting:
+class InputWaitTimer:
     """How long the loop over a loader stands still until a batch is there.
 
     The first batch of all is left out: workers start then. On a GPU the host runs ahead, so the GPU has stood still for
@@ -122,7 +122,7 @@ def _workers_said(workers: int) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class InputThroughput:
     """examples: read in ``seconds``, with nothing else to do"""
 
     examples: int
@@ -133,7 +133,7 @@ class Measured:
         return self.examples / self.seconds
 
 
-def measure_input(loader: Loader, seconds: float) -> Measured:
+def measure_input(loader: Loader, seconds: float) -> InputThroughput:
     """How quick the input alone is: batches of this rank, thrown away.
 
     Each worker's first batch is not counted (processes start, files are opened). What was read ahead in that time comes
@@ -149,4 +149,4 @@ def measure_input(loader: Loader, seconds: float) -> Measured:
                 continue
             examples += len(batch[-1])
             if now - begin >= seconds:
-                return Measured(examples, now - begin)
+                return InputThroughput(examples, now - begin)

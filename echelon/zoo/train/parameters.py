@@ -14,14 +14,15 @@ DEFAULT_HOOKS = "StopAtStepHook,ProfilerHook,LoggingTensorHook"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameter(Setting):
+class TrainParameter(Setting):
     group: str
 
 
-def _group(name: str, *rows: tuple[Any, ...]) -> list[Parameter]:
+def _group(name: str, *rows: tuple[Any, ...]) -> list[TrainParameter]:
     """Rows of (name, default, meaning) or (name, default, meaning, type)."""
     return [
-        Parameter(group=name, **dict(zip(("name", "default", "meaning", "kind"), row, strict=False))) for row in rows
+        TrainParameter(group=name, **dict(zip(("name", "default", "meaning", "kind"), row, strict=False)))
+        for row in rows
     ]
 
 
@@ -31,7 +32,7 @@ Optimizer = Literal["adadelta", "adagrad", "adam", "adamw", "ftrl", "lamb", "lar
 TaskType = Literal["pretrain", "finetune"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
-PARAMETERS: tuple[Parameter, ...] = (
+PARAMETERS: tuple[TrainParameter, ...] = (
     *_group(
         "job",
         ("runner_name", None, "the model's family; for a check only, since a model's name is enough", str | None),

@@ -10,35 +10,35 @@ from typing import Any
 from echelon.base.config import describe, fits
 from echelon.base.errors import UsageError, nearest
 from echelon.strategy import strategy_files
-from echelon.strategy.from_words import put
+from echelon.strategy.command_line import put
 from echelon.zoo import registry
 from echelon.zoo.entry import OWN_RUNNER, Data, Dataset, Model, Request, Setting
 from echelon.zoo.train.parameters import PARAMETERS
-from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, Words
+from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, TrainArguments
 
 DEFAULT, FLAG = "default", "flag"
 
 
 @dataclass(frozen=True)
-class Value:
+class ResolvedValue:
     value: Any
     origin: str
 
 
 @dataclass(frozen=True)
-class Resolved:
+class TrainConfig:
     """A run in all its parameters. ``strategy`` is what was asked of it, as a dict of plain values."""
 
     model: Model
     dataset: Dataset
-    values: Mapping[str, Value]
+    values: Mapping[str, ResolvedValue]
     strategy: Mapping[str, Any]
     launch: Mapping[str, str | bool] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
 
-    def is_asked(self, name: str) -> bool:
+    def is_user_set(self, name: str) -> bool:
         """Whether the user has said it, by flag or file."""
         return self.values[name].origin not in (DEFAULT, "model", "data set")
 
@@ -66,26 +66,26 @@ class Resolved:
     def _pair(self) -> str:
         return f"{self.model.name} on '{self.dataset.name}'"
 
-    def with_value(self, name: str, value: Any) -> Resolved:
+    def with_value(self, name: str, value: Any) -> TrainConfig:
         """The same, with what a parameter has turned out to mean."""
-        return replace(self, values={**self.values, name: Value(value, self.values[name].origin)})
+        return replace(self, values={**self.values, name: ResolvedValue(value, self.values[name].origin)})
 
-    def told(self, data: Data) -> Resolved:
+    def told(self, data: Data) -> TrainConfig:
         """With what the data set says of itself. It never overrules the user: what differs is an error."""
         values = dict(self.values)
         for name, fact in data.facts.items():
-            if name in values and self.is_asked(name) and values[name].value != fact:
+            if name in values and self.is_user_set(name) and values[name].value != fact:
                 value = values[name]
                 raise UsageError(
                     f"{name} is {value.value} ({value.origin}), but data set '{self.dataset.name}' has {fact}; "
                     f"leave {name} out, or choose the data that goes with it"
                 )
             if name in values:
-                values[name] = Value(fact, "data set")
+                values[name] = ResolvedValue(fact, "data set")
         return replace(self, values=values)
 
 
-def resolve(words: Words) -> Resolved:
+def resolve(words: TrainArguments) -> TrainConfig:
     """What the words and the file they name ask for, over the defaults of data set and model, over the common ones."""
     flags = dict(words.run)
     path = flags.pop("config", None)
@@ -93,31 +93,31 @@ def resolve(words: Words) -> Resolved:
     strategy, launch, written = _sorted_file(from_file, words)
     model, dataset = _chosen(flags, written)
     settings = _settings(model, dataset)
-    values = {name: Value(setting.default, DEFAULT) for name, setting in settings.items()}
-    values |= {name: Value(value, "model") for name, value in model.defaults.items()}
-    values |= {name: Value(value, "data set") for name, value in dataset.defaults.items()}
+    values = {name: ResolvedValue(setting.default, DEFAULT) for name, setting in settings.items()}
+    values |= {name: ResolvedValue(value, "model") for name, value in model.defaults.items()}
+    values |= {name: ResolvedValue(value, "data set") for name, value in dataset.defaults.items()}
     for given, origin in ((written, str(path)), (flags, FLAG)):
         for name, text in given.items():
-            values[name] = Value(_typed(settings, name, text, model, dataset), origin)
-    resolved = Resolved(model, dataset, values, strategy, launch)
-    if resolved.is_asked("num_epochs") and not resolved.is_asked("stop_at_step"):
-        values["stop_at_step"] = Value(0, "num_epochs")  # who asks for epochs does not mean the first 100 steps
+            values[name] = ResolvedValue(_typed(settings, name, text, model, dataset), origin)
+    resolved = TrainConfig(model, dataset, values, strategy, launch)
+    if resolved.is_user_set("num_epochs") and not resolved.is_user_set("stop_at_step"):
+        values["stop_at_step"] = ResolvedValue(0, "num_epochs")  # who asks for epochs does not mean the first 100 steps
     _check(resolved)
     _check_given(resolved, settings)
     return resolved
 
 
-def with_sizes(resolved: Resolved, sizes: Mapping[str, Any], origin: str) -> Resolved:
+def with_sizes(resolved: TrainConfig, sizes: Mapping[str, Any], origin: str) -> TrainConfig:
     """Settings of the model that a file beside the weights states. The user may not contradict it unknowingly."""
     values = dict(resolved.values)
     for name, size in sizes.items():
         if name not in values:
             continue
-        if resolved.is_asked(name) and values[name].value != size:
+        if resolved.is_user_set(name) and values[name].value != size:
             raise UsageError(
                 f"{name} is {values[name].value} ({values[name].origin}), but {origin} says {size}; leave one out"
             )
-        values[name] = Value(size, origin)
+        values[name] = ResolvedValue(size, origin)
     return replace(resolved, values=values)
 
 
@@ -128,10 +128,10 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _sorted_file(
-    given: Mapping[str, Any], words: Words
+    given: Mapping[str, Any], words: TrainArguments
 ) -> tuple[dict[str, Any], dict[str, str | bool], dict[str, Any]]:
     """Strategy, launcher's options and the rest: of the file, with the words on top."""
-    from echelon.cli.launcher_words import launcher_options
+    from echelon.cli.launcher_options import launcher_options
 
     own = {name.replace("-", "_"): value for name, value in given.items()}
     strategy = {name: own.pop(name) for name in list(own) if name in STRATEGY_OPTIONS}
@@ -204,13 +204,13 @@ def _parsed(text: str, name: str) -> Any:
         return text
 
 
-def _check_given(resolved: Resolved, settings: Mapping[str, Setting]) -> None:
-    missing = [name for name, each in settings.items() if each.required and not resolved.is_asked(name)]
+def _check_given(resolved: TrainConfig, settings: Mapping[str, Setting]) -> None:
+    missing = [name for name, each in settings.items() if each.required and not resolved.is_user_set(name)]
     if missing:
         raise UsageError(f"--{missing[0]} is missing: {settings[missing[0]].meaning}, which has no default; give it")
 
 
-def _check(resolved: Resolved) -> None:
+def _check(resolved: TrainConfig) -> None:
     """What no data and no device is needed to see."""
     _ = resolved.task
     for name, least in _LEAST.items():

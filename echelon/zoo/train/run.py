@@ -21,25 +21,25 @@ from echelon.zoo.application import let_arrive, open_data, train_loader
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.hooks import Hooks
-from echelon.zoo.train.input import Waiting
-from echelon.zoo.train.marking import mark
-from echelon.zoo.train.notices import overruled_decay, unused_shuffle_buffer
+from echelon.zoo.train.input import InputWaitTimer
+from echelon.zoo.train.lr_schedule import make_schedule, stretch
+from echelon.zoo.train.model_marks import mark
 from echelon.zoo.train.optimizers import make_optimizer
-from echelon.zoo.train.output import forget, output_directory
-from echelon.zoo.train.rates import make_schedule, stretch
-from echelon.zoo.train.report import final_line, recorded_settings, resolved_lines
-from echelon.zoo.train.resolve import Resolved, resolve, with_sizes
+from echelon.zoo.train.output_dir import forget, output_directory
+from echelon.zoo.train.resolve import TrainConfig, resolve, with_sizes
 from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, sizes
+from echelon.zoo.train.run_lines import final_line, recorded_settings, resolved_lines
 from echelon.zoo.train.statistics import show, statistics
 from echelon.zoo.train.stopwatch import Stopwatch
 from echelon.zoo.train.strategies import make_strategy
 from echelon.zoo.train.train_arguments import sort_words
+from echelon.zoo.train.unused_parameters import overruled_decay, unused_shuffle_buffer
 
 
-class Run:
+class TrainingRun:
     """A training run; what hooks are given."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: TrainConfig) -> None:
         self.results: dict[str, Any] = {}  #: what the last line says, beside the usual
         self._reason: str | None = None
         self.directory = output_directory(resolved)
@@ -143,7 +143,7 @@ class Run:
 
     # ---- building ----
 
-    def _resolve(self, resolved: Resolved) -> None:
+    def _resolve(self, resolved: TrainConfig) -> None:
         resolved = with_sizes(resolved, sizes(resolved.request), str(resolved["model_config_file_name"]))
         self.resolved, self.data = open_data(resolved)
         self.request: Request = self.resolved.request
@@ -166,7 +166,7 @@ class Run:
             optimizer=optimizer,
             scheduler=self._schedule,
             strategy=strategy,
-            cluster=echelon.cluster(average=request["average"]) if self.resolved.is_asked("average") else None,
+            cluster=echelon.cluster(average=request["average"]) if self.resolved.is_user_set("average") else None,
             checkpoint=self._checkpoint(),
             log=self._log(),
         )
@@ -207,7 +207,7 @@ class Run:
         for line in unused_shuffle_buffer(self.resolved, self.data.train):
             self.say(line)
         loader = train_loader(self.engine, self.request, self.data, self.request["batch_size"])
-        self._waiting = Waiting()
+        self._waiting = InputWaitTimer()
         loader.epochs(self.request["num_epochs"])  # so that it knows how many steps there are
         return loader
 
@@ -223,7 +223,7 @@ def main() -> None:
         if world.size > 1:
             raise UsageError("--fresh is for 'echelon train'; under another launcher remove output_dir by hand")
         forget(output_directory(resolved))
-    Run(resolved).train()
+    TrainingRun(resolved).train()
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 from echelon.base.formatting import count, percent, size
 from echelon.nn import SparseEmbedding
 from echelon.parallel.objective import count_samples
-from echelon.plan.fake_forward import mixing, placeholder_mode, random_numbers_kept
+from echelon.plan.fake_forward import allow_real_tensors, placeholder_mode, preserve_rng_state
 from echelon.plan.operations import OperationMode, tensors_in
 from echelon.plan.saved_bytes import SavedBytes, forget
-from echelon.planner.profiling.fake_copy import Shadow
-from echelon.planner.profiling.kernel_costs import Operation, kind_of, launches_of
+from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.planner.profiling.kernel_costs import TracedOperation, kind_of, launches_of
 
 #: Samples of a pass. An odd prime, so that a dimension that is a multiple of it is most likely the batch's.
 SAMPLES = 3
@@ -43,7 +43,7 @@ STATES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerStatistics:
     """A module that has parameters of its own, or multiplies without being told by a part of it.
 
     shape:         of its output, ``n`` being the samples; None where no pass has reached it
@@ -59,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class ModelStatistics:
     """A model's layers, and in bytes what training takes.
 
     activations: for one sample; None where no pass could be made, and ``reason`` says why
@@ -67,7 +67,7 @@ class Statistics:
     samples:     of the batch whose memory is foretold
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerStatistics, ...]
     parameters: int
     trained: int
     multiply_adds: int | None
@@ -84,7 +84,9 @@ class Statistics:
         return self.weights + self.gradients + (self.state or 0) + (self.activations or 0) * self.samples
 
 
-def statistics(model: nn.Module, batch: Any, optimizer: str | None = None, samples: int | None = None) -> Statistics:
+def statistics(
+    model: nn.Module, batch: Any, optimizer: str | None = None, samples: int | None = None
+) -> ModelStatistics:
     """``batch`` is a task's, the target last. The model, which may be on the meta device, is left as it was.
 
     optimizer: one of ``--optimizer``, for the size of its state
@@ -92,7 +94,7 @@ def statistics(model: nn.Module, batch: Any, optimizer: str | None = None, sampl
     """
     reason = ""
     inputs, given = tuple(batch)[:-1], count_samples(batch)
-    seen: _Seen | None = None
+    seen: _ModuleCounts | None = None
     kept: int | None = None
     try:
         few = tree_map(functools.partial(_resized, before=given), inputs)
@@ -103,7 +105,7 @@ def statistics(model: nn.Module, batch: Any, optimizer: str | None = None, sampl
     trained = [value for value in model.parameters() if value.requires_grad]
     gradients = sum(map(_bytes, trained))
     states = STATES.get(optimizer or "")
-    return Statistics(
+    return ModelStatistics(
         rows=rows,
         parameters=sum(row.parameters for row in rows),
         trained=sum(value.numel() for value in trained),
@@ -121,18 +123,18 @@ def statistics(model: nn.Module, batch: Any, optimizer: str | None = None, sampl
 
 
 @dataclass
-class _Seen:
+class _ModuleCounts:
     shapes: dict[str, str] = field(default_factory=dict)
     multiply_adds: dict[str, int] = field(default_factory=dict)
 
 
-def _pass(model: nn.Module, inputs: tuple[Any, ...]) -> _Seen:
+def _pass(model: nn.Module, inputs: tuple[Any, ...]) -> _ModuleCounts:
     shadow = _shadow(model).eval()
-    counting = _Counting()
+    counting = _MultiplyAddCounter()
     for name, module in shadow.named_modules():
         module.register_forward_pre_hook(counting.enters(name))
         module.register_forward_hook(counting.leaves(name))
-    with placeholder_mode(), mixing(), random_numbers_kept(), torch.enable_grad(), counting:
+    with placeholder_mode(), allow_real_tensors(), preserve_rng_state(), torch.enable_grad(), counting:
         shadow(*tree_map(_placed, inputs))
     return counting.seen
 
@@ -141,18 +143,18 @@ def _kept(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     """Bytes that a training pass keeps for backward, for one sample."""
     shadow = _shadow(model)
     saved = SavedBytes((*shadow.parameters(), *shadow.buffers()), keep=forget)
-    with placeholder_mode(), mixing(), random_numbers_kept(), torch.enable_grad(), saved:
+    with placeholder_mode(), allow_real_tensors(), preserve_rng_state(), torch.enable_grad(), saved:
         output = shadow(*tree_map(_placed, inputs))
     del output
     return saved.total // SAMPLES
 
 
-class _Counting(OperationMode):  # type: ignore[no-untyped-call]
+class _MultiplyAddCounter(OperationMode):  # type: ignore[no-untyped-call]
     """Counts for the innermost module that is running."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = _Seen()
+        self.seen = _ModuleCounts()
         self._running = [""]
 
     def enters(self, name: str) -> Callable[..., None]:
@@ -168,7 +170,7 @@ class _Counting(OperationMode):  # type: ignore[no-untyped-call]
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if kind_of(func) in ("product", "convolution", "attention"):
-            done = Operation(func, args, tensors_in((args, kwargs)), tensors_in(result))
+            done = TracedOperation(func, args, tensors_in((args, kwargs)), tensors_in(result))
             flops = sum(launch.flops for _, launch in launches_of(done))
             name, known = self._running[-1], self.seen.multiply_adds
             known[name] = known.get(name, 0) + round(flops / 2 / SAMPLES)
@@ -177,7 +179,7 @@ class _Counting(OperationMode):  # type: ignore[no-untyped-call]
 
 def _shadow(model: nn.Module) -> nn.Module:
     """A copy that holds nothing, in training mode. Its tables, whose rows are elsewhere, look nothing up."""
-    shadow = Shadow(model, ()).model
+    shadow = FakeModel(model, ()).model
     for module in shadow.modules():
         if isinstance(module, SparseEmbedding):
             module.forward = functools.partial(_row_shapes, module)  # type: ignore[method-assign]
@@ -213,7 +215,7 @@ def _shape(shape: Sequence[int]) -> str:
 # ---- rows ----
 
 
-def _rows(model: nn.Module, seen: _Seen | None) -> Iterator[Row]:
+def _rows(model: nn.Module, seen: _ModuleCounts | None) -> Iterator[LayerStatistics]:
     counted: set[int] = set()
     for name, module in model.named_modules():
         fresh = {id(value): value.numel() for value in module.parameters(recurse=False) if id(value) not in counted}
@@ -221,7 +223,7 @@ def _rows(model: nn.Module, seen: _Seen | None) -> Iterator[Row]:
         own = None if seen is None else seen.multiply_adds.get(name, 0)
         if fresh or own or isinstance(module, SparseEmbedding):
             shape = seen.shapes.get(name) if seen else None
-            yield Row(name or "(model)", type(module).__name__, shape, sum(fresh.values()), own)
+            yield LayerStatistics(name or "(model)", type(module).__name__, shape, sum(fresh.values()), own)
 
 
 def _bytes(value: Tensor) -> int:
@@ -231,7 +233,7 @@ def _bytes(value: Tensor) -> int:
 # ---- in words ----
 
 
-def show(found: Statistics) -> str:
+def show(found: ModelStatistics) -> str:
     """A table of layers, and the sums below it."""
     head = ("layer", "kind", "output", "parameters", "multiply-adds", "share")
     lines = [head, *(_line(row, found.multiply_adds) for row in found.rows)]
@@ -240,7 +242,7 @@ def show(found: Statistics) -> str:
     return "\n".join([*table, *_sums(found)])
 
 
-def _line(row: Row, total: int | None) -> tuple[str, ...]:
+def _line(row: LayerStatistics, total: int | None) -> tuple[str, ...]:
     known = row.multiply_adds is not None
     share = percent((row.multiply_adds or 0) / total) if known and total else "-"
     return (
@@ -259,7 +261,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
         yield word.ljust(width) if column < 3 else word.rjust(width)
 
 
-def _sums(found: Statistics) -> Iterator[str]:
+def _sums(found: ModelStatistics) -> Iterator[str]:
     frozen = found.parameters - found.trained
     yield f"parameters: {found.parameters:,}" + (f", of which {frozen:,} are not trained" if frozen else "")
     if found.multiply_adds is None:
@@ -269,7 +271,7 @@ def _sums(found: Statistics) -> Iterator[str]:
     yield "memory: " + ", ".join(f"{name} {size(part)}" for name, part in _memory(found).items())
 
 
-def _memory(found: Statistics) -> Mapping[str, int]:
+def _memory(found: ModelStatistics) -> Mapping[str, int]:
     parts = {"weights": found.weights, "gradients": found.gradients}
     if found.state is not None:
         parts["optimizer state"] = found.state

@@ -11,11 +11,11 @@ import torch
 from echelon.base.environment import PLAN
 from echelon.base.errors import UsageError
 from echelon.strategy import Shard, Strategy
-from echelon.zoo.train.notices import unused_loss_scale
-from echelon.zoo.train.resolve import Resolved
+from echelon.zoo.train.resolve import TrainConfig
+from echelon.zoo.train.unused_parameters import unused_loss_scale
 
 
-def asked_strategy(resolved: Resolved) -> Strategy:
+def asked_strategy(resolved: TrainConfig) -> Strategy:
     """What the user asks for, refused where it does not fit together."""
     asked = Strategy.from_dict(_values(resolved))
     shard = asked.part(Shard)
@@ -33,7 +33,7 @@ def asked_strategy(resolved: Resolved) -> Strategy:
     return asked
 
 
-def _values(resolved: Resolved) -> dict[str, Any]:
+def _values(resolved: TrainConfig) -> dict[str, Any]:
     values = dict(resolved.strategy)
     if resolved["max_gradient_norm"] is not None and not _is_only_advised(resolved):
         if "clip" in values:
@@ -41,7 +41,7 @@ def _values(resolved: Resolved) -> dict[str, Any]:
         values["clip"] = resolved["max_gradient_norm"]
     if not resolved["use_fp16"]:
         values.setdefault("amp", False)  # left open, a GPU would take bf16 by itself
-    if resolved.is_asked("compile"):
+    if resolved.is_user_set("compile"):
         fast = values.get("fast")
         values["fast"] = {**(fast if isinstance(fast, Mapping) else {}), "compile": resolved["compile"]}
     if (scale := _asked_scale(resolved)) is not None and _is_fp16(values.get("amp")):
@@ -51,8 +51,8 @@ def _values(resolved: Resolved) -> dict[str, Any]:
     return values
 
 
-def _asked_scale(resolved: Resolved) -> str | None:
-    return str(resolved["loss_scale"]) if resolved.is_asked("loss_scale") else None
+def _asked_scale(resolved: TrainConfig) -> str | None:
+    return str(resolved["loss_scale"]) if resolved.is_user_set("loss_scale") else None
 
 
 def _is_fp16(amp: Any) -> bool:
@@ -67,23 +67,23 @@ def _scaled(amp: Any, scale: str) -> dict[str, Any]:
     return {**settings, "loss_scale": scale if scale == "dynamic" else float(scale)}
 
 
-def _is_only_advised(resolved: Resolved) -> bool:
+def _is_only_advised(resolved: TrainConfig) -> bool:
     """A norm that the model advises gives way to a plan, which says all about a step."""
-    return not resolved.is_asked("max_gradient_norm") and (plans(resolved) or "clip" in resolved.strategy)
+    return not resolved.is_user_set("max_gradient_norm") and (plans(resolved) or "clip" in resolved.strategy)
 
 
-def plans(resolved: Resolved) -> bool:
+def plans(resolved: TrainConfig) -> bool:
     """Whether a plan that was found cuts the model, as it sees fit."""
     return PLAN in os.environ or resolved.strategy.get("auto") not in (None, False)
 
 
-def make_strategy(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
+def make_strategy(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[str]]:
     """The strategy, and what is to be said about it."""
     strategy, notices = _made(resolved, device)
     return strategy, [*notices, *unused_loss_scale(resolved, strategy)]
 
 
-def _made(resolved: Resolved, device: torch.device) -> tuple[Strategy, list[str]]:
+def _made(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[str]]:
     values, notices = _values(resolved), list[str]()
     asked = asked_strategy(resolved)
     if resolved["max_gradient_norm"] is not None and asked.clip is None:

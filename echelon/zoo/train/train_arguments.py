@@ -17,7 +17,7 @@ STRATEGY_OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy))
 
 
 @dataclass
-class Words:
+class TrainArguments:
     """Each is name to text; True where the name stood alone."""
 
     run: dict[str, str | bool] = field(default_factory=dict)
@@ -29,9 +29,9 @@ class Words:
         return [_word(name, value) for name, value in {**self.run, **self.strategy}.items()]
 
 
-def sort_words(words: Sequence[str], of_launcher: Mapping[str, bool]) -> Words:
+def sort_words(words: Sequence[str], of_launcher: Mapping[str, bool]) -> TrainArguments:
     """of_launcher: the launcher's options, and whether each takes a value."""
-    sorted_words, rest = Words(), list(words)
+    sorted_words, rest = TrainArguments(), list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
@@ -49,7 +49,7 @@ def _is_name(word: str) -> bool:
     return word.startswith("--") and len(word) > 2  # a negative number begins with one dash
 
 
-def _drawer(words: Words, name: str, of_launcher: Collection[str]) -> dict[str, str | bool]:
+def _drawer(words: TrainArguments, name: str, of_launcher: Collection[str]) -> dict[str, str | bool]:
     if name in of_launcher:
         return words.launch
     return words.strategy if name.partition(".")[0] in STRATEGY_OPTIONS else words.run

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 
 from echelon.base import formatting
-from echelon.observability.runlog.reader import Event, Run
-from echelon.observability.runlog.run_metadata import Facts
+from echelon.observability.runlog.run_metadata import RunMetadata
+from echelon.observability.runlog.run_reader import EventRecord, Run
 from echelon.observability.runlog.tolerant_json import number
 from echelon.tools.report.figures.curves import figure
-from echelon.tools.report.run_files import Gathered
+from echelon.tools.report.run_files import RunFiles
 
 #: Seconds of silence after which a run is not taken to be going on, and how many records' time it is at least.
 QUIET, QUIET_RECORDS = 60.0, 10
@@ -25,7 +25,7 @@ Fact = tuple[str, str, str]  #: figure, what it is, small print
 
 
 @dataclass(frozen=True)
-class Status:
+class OverviewStatus:
     """kind: running, ended, failed or silent"""
 
     kind: str
@@ -36,12 +36,12 @@ class Status:
 class Overview:
     title: str
     lines: list[str]
-    status: Status
+    status: OverviewStatus
     facts: list[Fact]
-    alerts: list[Event]
+    alerts: list[EventRecord]
 
 
-def overview(gathered: Gathered, now: float) -> Overview:
+def overview(gathered: RunFiles, now: float) -> Overview:
     run = gathered.run
     state = status(run, now)
     return Overview(_title(run), list(_lines(run)), state, list(_facts(gathered, state)), alerts(run.events))
@@ -65,13 +65,13 @@ def _lines(run: Run) -> Iterator[str]:
     yield f"started {moment(facts.began)}{again}"
 
 
-def _model(facts: Facts) -> str:
+def _model(facts: RunMetadata) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in facts.mesh.items() if size > 1)
     count = f"{formatting.count(facts.parameter_count)} parameters, " if facts.parameter_count else ""
     return f"{count}{mesh}{', ' if mesh else ''}"
 
 
-def _machines(facts: Facts) -> str:
+def _machines(facts: RunMetadata) -> str:
     world, kinds = facts.world, {rank.device.partition(" ")[2] or rank.device for rank in facts.ranks}
     kind = f" ({kinds.pop()})" if len(kinds) == 1 else ""
     servers = f" and {_several(world.servers, 'parameter server')}" if world.servers else ""
@@ -90,20 +90,20 @@ def _times(count: int) -> str:
 # ---- whether it goes on ----
 
 
-def status(run: Run, now: float) -> Status:
+def status(run: Run, now: float) -> OverviewStatus:
     last = next((each for each in reversed(run.events) if each.kind in ("failed", "ended", "restart", "resumed")), None)
     seen = last_sign(run)
     if last is not None and last.kind == "failed" and _nothing_after(run, last.time):
-        return Status("failed", f"failed {moment(last.time)}")
+        return OverviewStatus("failed", f"failed {moment(last.time)}")
     if last is not None and last.kind == "ended" and _nothing_after(run, last.time):
-        return Status("ended", f"ended {moment(last.time)}")
+        return OverviewStatus("ended", f"ended {moment(last.time)}")
     if run.steps and run.steps[-1].total is not None and run.steps[-1].step >= run.steps[-1].total:
-        return Status("ended", "all steps done")
+        return OverviewStatus("ended", "all steps done")
     if seen is None:
-        return Status("silent", "nothing written yet")
+        return OverviewStatus("silent", "nothing written yet")
     if now - seen <= max(QUIET, QUIET_RECORDS * _interval(run)):
-        return Status("running", "running")
-    return Status("silent", f"nothing written since {moment(seen)}, and no end: killed, or it stands still")
+        return OverviewStatus("running", "running")
+    return OverviewStatus("silent", f"nothing written since {moment(seen)}, and no end: killed, or it stands still")
 
 
 def _nothing_after(run: Run, then: float) -> bool:
@@ -124,7 +124,7 @@ def _interval(run: Run) -> float:
     return max(0.0, (times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else 0.0
 
 
-def alerts(events: Sequence[Event]) -> list[Event]:
+def alerts(events: Sequence[EventRecord]) -> list[EventRecord]:
     """What must not be overlooked: the newest three of what went wrong."""
     return [each for each in events if each.kind in ("failed", "stall", "warning")][-3:]
 
@@ -132,7 +132,7 @@ def alerts(events: Sequence[Event]) -> list[Event]:
 # ---- figures ----
 
 
-def _facts(gathered: Gathered, state: Status) -> Iterator[Fact]:
+def _facts(gathered: RunFiles, state: OverviewStatus) -> Iterator[Fact]:
     run = gathered.run
     if run.steps:
         yield _progress(run, state)
@@ -149,7 +149,7 @@ def _facts(gathered: Gathered, state: Status) -> Iterator[Fact]:
         yield f"{rows:,}", "rows in tables", f"on {_several(len(run.servers), 'server')}"
 
 
-def _progress(run: Run, state: Status) -> Fact:
+def _progress(run: Run, state: OverviewStatus) -> Fact:
     last = run.steps[-1]
     if not last.total or last.total < 0:
         return f"{last.step:,}", "step" if last.step == 1 else "steps", ""
@@ -185,7 +185,7 @@ def _speed(run: Run) -> Iterator[Fact]:
         yield formatting.duration(median(took[-RECENT:]) / 1e3), "a step", small
 
 
-def _of(facts: Facts | None, rank: int) -> str:
+def _of(facts: RunMetadata | None, rank: int) -> str:
     limit = next((each.memory for each in facts.ranks if each.rank == rank and each.memory), None) if facts else None
     return f", of {formatting.size(limit)}" if limit else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from echelon.observability.runlog.reader import PHASES
+from echelon.observability.runlog.run_reader import PHASES
 
 MEANING = {
     "data": "between two steps: waiting for the next batch, and the rest of the training loop",

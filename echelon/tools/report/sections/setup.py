@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.base import formatting
-from echelon.observability.runlog.reader import Event
-from echelon.observability.runlog.run_metadata import Facts, Setting
+from echelon.observability.runlog.run_metadata import RunMetadata, SettingMetadata
+from echelon.observability.runlog.run_reader import EventRecord
+from echelon.tools.report.sections.html_table import HtmlTable
 from echelon.tools.report.sections.overview import moment
-from echelon.tools.report.sections.table import Table
 
 #: Events that are shown; of more, the newest.
 MOST_EVENTS = 400
@@ -21,20 +21,20 @@ LONGEST = 400
 
 
 @dataclass(frozen=True)
-class Settings:
+class SettingsSection:
     """asked: what somebody has decided; usual: what is so because nobody did. Each is (name, value, origin)."""
 
     asked: list[tuple[str, str, str]]
     usual: list[tuple[str, str, str]]
 
 
-def settings(facts: Facts) -> Settings | None:
+def settings(facts: RunMetadata) -> SettingsSection | None:
     rows = [(each, (each.name, in_words(each.value), each.origin)) for each in facts.settings]
     asked, usual = [row for each, row in rows if not _usual(each)], [row for each, row in rows if _usual(each)]
-    return Settings(asked, usual) if rows else None
+    return SettingsSection(asked, usual) if rows else None
 
 
-def _usual(setting: Setting) -> bool:
+def _usual(setting: SettingMetadata) -> bool:
     return setting.origin == "default"
 
 
@@ -46,11 +46,11 @@ def in_words(value: Any) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]} ..."
 
 
-def plan_text(facts: Facts) -> str:
+def plan_text(facts: RunMetadata) -> str:
     return json.dumps(facts.plan, indent=2, ensure_ascii=False, default=str) if facts.plan else ""
 
 
-def stages(facts: Facts) -> Table | None:
+def stages(facts: RunMetadata) -> HtmlTable | None:
     rows = [
         (
             str(stage.stage),
@@ -62,18 +62,18 @@ def stages(facts: Facts) -> Table | None:
         for stage in facts.stages
     ]
     head = ("stage", "ranks", "parameters", "units", "which")
-    return Table("What each stage has", head, rows, (0, 2, 3)) if rows else None
+    return HtmlTable("What each stage has", head, rows, (0, 2, 3)) if rows else None
 
 
 #: Names of units in a row of the table of stages.
 LIKE_THESE = 8
 
 
-def environment(facts: Facts) -> list[tuple[str, str]]:
+def environment(facts: RunMetadata) -> list[tuple[str, str]]:
     return [(name, value) for name, value in _environment(facts) if value]
 
 
-def _environment(facts: Facts) -> Iterator[tuple[str, str]]:
+def _environment(facts: RunMetadata) -> Iterator[tuple[str, str]]:
     world = facts.world
     yield "command", shlex.join(["echelon", "train", *facts.command[1:]] if facts.is_zoo else facts.command)
     yield "started", f"{moment(facts.started)}{f' (attempt {facts.attempt + 1})' if facts.attempt else ''}"
@@ -92,7 +92,7 @@ def _environment(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Events:
+class EventsSection:
     """rows: (time, kind, who, text), the newest first; left_out: older ones that are not shown"""
 
     rows: list[tuple[str, str, str, str]]
@@ -100,7 +100,7 @@ class Events:
     left_out: int
 
 
-def events(found: Sequence[Event]) -> Events | None:
+def events(found: Sequence[EventRecord]) -> EventsSection | None:
     if not found:
         return None
     shown = list(reversed(found[-MOST_EVENTS:]))
@@ -109,4 +109,4 @@ def events(found: Sequence[Event]) -> Events | None:
     ]
     kinds = dict.fromkeys(each.kind for each in found)
     counts = [(kind, sum(each.kind == kind for each in found)) for kind in kinds]
-    return Events(rows, counts, len(found) - len(shown))
+    return EventsSection(rows, counts, len(found) - len(shown))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from echelon.observability.runlog.reader import PHASES, Run, Step
+from echelon.observability.runlog.run_reader import PHASES, Run, StepRecord
 from echelon.tools.report.figures.curves import Chart, Point, Series, chart
 
 #: Evaluations by other names than these are shown up to so many.
@@ -25,7 +25,7 @@ def restarts(run: Run) -> list[float]:
     return sorted(float(step) for step in steps if step is not None and step > first)
 
 
-def _points(steps: Sequence[Step], value: Callable[[Step], float | None]) -> list[Point]:
+def _points(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> list[Point]:
     return [(float(each.step), value(each)) for each in steps]
 
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, default_collate
 
 import echelon
-from echelon.zoo.datasets.images.kept import KeptBytes
+from echelon.zoo.datasets.images.image_cache import CachedImageStore
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.preprocessing import EncodedPicture, Recipe, preprocessing_of
 
 Numbers = NDArray[np.int64]
 
 
-class Store(Protocol):
+class ImageStore(Protocol):
     """Picture files by number."""
 
     def __len__(self) -> int: ...
@@ -33,10 +33,10 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Catalogue:
+class ImageCatalogue:
     """Pictures, their labels, and which of them are for training and for tests."""
 
-    store: Store
+    store: ImageStore
     labels: Numbers
     train: Numbers
     test: Numbers
@@ -48,7 +48,7 @@ class EncodedImages(Dataset[tuple[torch.Tensor, int]]):
     """Some pictures of a store."""
 
     def __init__(
-        self, store: Store, labels: Numbers, chosen: Numbers, recipe: Recipe, size: int, channels: int
+        self, store: ImageStore, labels: Numbers, chosen: Numbers, recipe: Recipe, size: int, channels: int
     ) -> None:
         self._store, self._labels, self._chosen = store, labels, chosen
         self._recipe, self._size, self._channels = recipe, size, channels
@@ -63,11 +63,11 @@ class EncodedImages(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(pixels).permute(2, 0, 1), int(self._labels[at])
 
 
-def encoded(request: Request, found: Catalogue) -> Data:
+def encoded(request: Request, found: ImageCatalogue) -> Data:
     """The data set of these pictures, as the model and the input parameters want them."""
     preprocessing = preprocessing_of(request)
     channels, size = request.get("channels", 3), request.get("image_size", 224)
-    store = KeptBytes(found.store) if request.get("datasets_use_caching", False) else found.store
+    store = CachedImageStore(found.store) if request.get("datasets_use_caching", False) else found.store
 
     def part(chosen: Numbers, recipe: Recipe) -> EncodedImages:
         return EncodedImages(store, found.labels, chosen, recipe, size, channels)

@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from echelon.data.order import Indices
 from echelon.data.seeding import Seeds
-from echelon.nn.packed import MULTIPLE, Packed, laid_out
-from echelon.zoo.datasets.tokens.rows import Numbers
-from echelon.zoo.datasets.tokens.vocabulary import Texts
+from echelon.nn.packed import MULTIPLE, Packed, pack_concatenated
+from echelon.zoo.datasets.tokens.token_rows import Numbers
+from echelon.zoo.datasets.tokens.vocabulary import TokenizedTexts
 from echelon.zoo.tasks import IGNORED
 
 
 class PackedDocuments:
-    """Tokens and those that follow them, both packed: what ``echelon.data.batched.Batched`` asks for.
+    """Tokens and those that follow them, both packed: what ``echelon.data.batched.BatchedDataset`` asks for.
 
     length: of a sample, at most; a longer document is several samples
     """
 
-    def __init__(self, texts: Texts, length: int, multiple: int = MULTIPLE) -> None:
+    def __init__(self, texts: TokenizedTexts, length: int, multiple: int = MULTIPLE) -> None:
         self._tokens, self._length, self._multiple = texts.tokens, length, multiple
         self._begins, self._sizes = _pieces(texts, length)
 
@@ -46,10 +46,10 @@ class PackedDocuments:
 
     def _row(self, at: NDArray[Any], sizes: NDArray[Any], fill: int) -> Packed:
         values = torch.from_numpy(self._tokens[at].astype(np.int64))
-        return laid_out(values, sizes.tolist(), multiple=self._multiple, longest=self._length, fill=fill)
+        return pack_concatenated(values, sizes.tolist(), multiple=self._multiple, longest=self._length, fill=fill)
 
 
-def _pieces(texts: Texts, length: int) -> tuple[Numbers, Numbers]:
+def _pieces(texts: TokenizedTexts, length: int) -> tuple[Numbers, Numbers]:
     """Where samples begin, and how many of their tokens have one that follows."""
     begins, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for begin, stop in zip(texts.begins[:-1].tolist(), texts.begins[1:].tolist(), strict=True):

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from echelon.data.order import Indices
 from echelon.data.seeding import Seeds, chain_each
-from echelon.zoo.datasets.tokens.rows import Made, Numbers, Rows, single
+from echelon.zoo.datasets.tokens.token_rows import Numbers, TokenBatch, TokenRows, single
 from echelon.zoo.tasks import IGNORED
 
 ASKED, HIDDEN, CHANGED = 0.15, 0.8, 0.1
 
 
-class Masked(NamedTuple):
+class MaskedTokens(NamedTuple):
     """tokens [n, s] as the model sees them; the places asked for [n, p] in order, 0 where there are fewer; the words
     that stood there [n, p], ``IGNORED`` where there are fewer."""
 
@@ -30,7 +30,7 @@ class Masked(NamedTuple):
     labels: Numbers
 
 
-def mask_words(made: Made, seeds: Seeds, *, most: int, mask: int, others: Numbers) -> Masked:
+def mask_words(made: TokenBatch, seeds: Seeds, *, most: int, mask: int, others: Numbers) -> MaskedTokens:
     """``most``: p. ``others``: the words that may stand in for another."""
     rows, length = made.tokens.shape
     draws = chain_each(seeds[:, None], np.arange(length + 2 * most)[None])
@@ -42,7 +42,7 @@ def mask_words(made: Made, seeds: Seeds, *, most: int, mask: int, others: Number
     tokens = made.tokens.copy()
     row = np.broadcast_to(np.arange(rows)[:, None], asked.shape)
     tokens[row[asked], positions[asked]] = shown[asked]
-    return Masked(tokens, positions, np.where(asked, labels, IGNORED))
+    return MaskedTokens(tokens, positions, np.where(asked, labels, IGNORED))
 
 
 def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbers, NDArray[np.bool_]]:
@@ -59,9 +59,9 @@ def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbe
 
 
 class MaskedRows:
-    """Rows for BERT's two tasks: what ``echelon.data.batched.Batched`` asks for."""
+    """Rows for BERT's two tasks: what ``echelon.data.batched.BatchedDataset`` asks for."""
 
-    def __init__(self, rows: Rows, follows: Numbers, *, most: int, others: Numbers) -> None:
+    def __init__(self, rows: TokenRows, follows: Numbers, *, most: int, others: Numbers) -> None:
         self.rows, self.follows, self._most, self._others = rows, follows, most, others
 
     def __len__(self) -> int:

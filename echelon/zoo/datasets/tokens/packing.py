@@ -14,10 +14,10 @@ from torch import Tensor
 from echelon.base.errors import UsageError
 from echelon.data.order import Indices
 from echelon.data.seeding import Seeds
-from echelon.nn.packed import MULTIPLE, Packed, laid_out
+from echelon.nn.packed import MULTIPLE, Packed, pack_concatenated
 from echelon.zoo.datasets.tokens.documents import PackedDocuments
 from echelon.zoo.datasets.tokens.masking import MaskedRows
-from echelon.zoo.datasets.tokens.rows import LabelledRows
+from echelon.zoo.datasets.tokens.token_rows import LabelledRows
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import IGNORED
 
@@ -26,7 +26,7 @@ WORTH = 0.95  #: packed by default where rows are used less than this
 
 
 class PackedRows:
-    """Rows, masked or labelled, as packed batches: what ``echelon.data.batched.Batched`` asks for.
+    """Rows, masked or labelled, as packed batches: what ``echelon.data.batched.BatchedDataset`` asks for.
 
     tokens (packed), segments [t], no mask, then what the task has: of masked words the places in the row [m] and,
     packed, the words; and a target of each sample [n].
@@ -57,15 +57,15 @@ def _masked(batch: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
     asked = labels != IGNORED
     places = (row.begins[:, None] + positions)[asked]
     counts = asked.sum(1).tolist()
-    words = laid_out(labels[asked], counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1], fill=IGNORED)
-    places = laid_out(places, counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1]).values
+    words = pack_concatenated(labels[asked], counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1], fill=IGNORED)
+    places = pack_concatenated(places, counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1]).values
     return row, segments, None, places, (words, follows)
 
 
 def _unpadded(tokens: Tensor, segments: Tensor, mask: Tensor, multiple: int) -> tuple[Packed, Tensor]:
     inside, lengths, longest = mask.bool(), mask.sum(1).tolist(), tokens.shape[1]
-    row = laid_out(tokens[inside], lengths, multiple=multiple, longest=longest)
-    return row, laid_out(segments[inside], lengths, multiple=multiple, longest=longest).values
+    row = pack_concatenated(tokens[inside], lengths, multiple=multiple, longest=longest)
+    return row, pack_concatenated(segments[inside], lengths, multiple=multiple, longest=longest).values
 
 
 def packing(data: Data, request: Request, device: torch.device, *, planned: bool = False) -> Data:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import DataError, UsageError
-from echelon.zoo.datasets.tokens.rows import Signs
 from echelon.zoo.datasets.tokens.token_files import read_text
+from echelon.zoo.datasets.tokens.token_rows import SpecialTokens
 from echelon.zoo.entry import Request, Setting
 
 #: in this order in a vocabulary of our own
@@ -41,7 +41,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenizedTexts:
     """Tokens of many texts, one text after the other: text i is tokens[begins[i]:begins[i + 1]]."""
 
     tokens: NDArray[np.int32]
@@ -63,21 +63,21 @@ class WordPiece:
         self._tokenizer = _tokenizer(model, lower_case=lower_case)
 
     @property
-    def signs(self) -> Signs:
-        return Signs(self.pad, self.begin, self.end, self.mask)
+    def signs(self) -> SpecialTokens:
+        return SpecialTokens(self.pad, self.begin, self.end, self.mask)
 
     @property
     def ordinary(self) -> NDArray[np.int64]:
         """All but the special ones and those that BERT's lists keep unused."""
         return np.array([number for number, word in enumerate(self.words) if not _is_marker(word)], np.int64)
 
-    def encode(self, texts: Iterable[str]) -> Texts:
+    def encode(self, texts: Iterable[str]) -> TokenizedTexts:
         parts, lengths = [np.zeros(0, np.int32)], []
         for some in _batches(texts, AT_ONCE):
             for one in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
                 parts.append(np.array(one.ids, np.int32))
                 lengths.append(len(one.ids))
-        return Texts(np.concatenate(parts), np.array([0, *accumulate(lengths)], np.int64))
+        return TokenizedTexts(np.concatenate(parts), np.array([0, *accumulate(lengths)], np.int64))
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens, and for each the first character of ``text`` it covers and the one after its last."""

@@ -1,7 +1,7 @@
 """Hooks: what a run does besides training: stopping, lines, timelines, checkpoints, evaluations, and what users add."""
 
-from echelon.zoo.train.hooks.hook import Hook, Run
+from echelon.zoo.train.hooks.hook import Hook, HookContext
+from echelon.zoo.train.hooks.hook_names import HOOKS
 from echelon.zoo.train.hooks.hooks import Hooks
-from echelon.zoo.train.hooks.named import HOOKS
 
-__all__ = ["HOOKS", "Hook", "Hooks", "Run"]
+__all__ = ["HOOKS", "Hook", "HookContext", "Hooks"]

@@ -10,11 +10,11 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.zoo.train.hooks.every import steps_of
-from echelon.zoo.train.hooks.hook import Hook, Run
+from echelon.zoo.train.hooks.hook import Hook, HookContext
 
 
 class EarlyStopHook(Hook):
-    def begin(self, run: Run) -> None:
+    def begin(self, run: HookContext) -> None:
         self._patience: int = run.request["early_stop_patience"]
         if self._patience < 1:
             raise UsageError(f"--early_stop_patience {self._patience} would never train; give 1 or more")
@@ -22,10 +22,10 @@ class EarlyStopHook(Hook):
             raise UsageError("it stops by evaluations, and there are none; give --eval_every_n_iters N")
         self._stop_in_time(run)
 
-    def after_evaluation(self, run: Run, results: dict[str, float]) -> None:
+    def after_evaluation(self, run: HookContext, results: dict[str, float]) -> None:
         self._stop_in_time(run)
 
-    def _stop_in_time(self, run: Run) -> None:
+    def _stop_in_time(self, run: HookContext) -> None:
         best, since = _best(run.results.get("evaluations", []))
         if since >= self._patience:
             run.stop(f"{since} evaluations without a lower loss than {best['loss']:.4g} at step {best['step']}")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.distributed.collectives import gather_json
-from echelon.zoo.train.hooks.every import Every
-from echelon.zoo.train.hooks.hook import Hook, Run
+from echelon.zoo.train.hooks.every import EveryNSteps
+from echelon.zoo.train.hooks.hook import Hook, HookContext
 
 FILE = "evaluations.json"
 
@@ -25,15 +25,15 @@ Evaluations = list[dict[str, Any]]
 
 class EvaluationHook(Hook):
     def __init__(self) -> None:
-        self.tell: Callable[[Run, dict[str, float]], None] = _nobody  #: who else wants to know
+        self.tell: Callable[[HookContext, dict[str, float]], None] = _nobody  #: who else wants to know
 
-    def begin(self, run: Run) -> None:
-        self._every = Every(run.request, "eval_every_n_iters")
+    def begin(self, run: HookContext) -> None:
+        self._every = EveryNSteps(run.request, "eval_every_n_iters")
         if self._every.steps and run.data.test is None:
             raise UsageError("the data set has no test part to evaluate; leave --eval_every_n_iters out")
         run.results["evaluations"] = _of_rank_0(run, [one for one in _read(run) if one["step"] <= run.steps])
 
-    def after_step(self, run: Run, loss: Tensor) -> None:
+    def after_step(self, run: HookContext, loss: Tensor) -> None:
         if not self._every.due(run.steps):
             return
         results = run.evaluate()
@@ -46,17 +46,17 @@ class EvaluationHook(Hook):
         self.tell(run, results)
 
 
-def _nobody(run: Run, results: dict[str, float]) -> None:
+def _nobody(run: HookContext, results: dict[str, float]) -> None:
     """For a hook that stands alone."""
 
 
-def _of_rank_0(run: Run, evaluations: Evaluations) -> Evaluations:
+def _of_rank_0(run: HookContext, evaluations: Evaluations) -> Evaluations:
     """Other hosts may not see the file, and what follows from it must be the same everywhere."""
     group = run.engine.world.control
     return evaluations if group is None else gather_json(evaluations, group)[0]
 
 
-def _read(run: Run) -> Evaluations:
+def _read(run: HookContext) -> Evaluations:
     try:
         found = json.loads((run.directory / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

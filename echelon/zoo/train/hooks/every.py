@@ -6,7 +6,7 @@ from echelon.base.errors import UsageError
 from echelon.zoo.entry import Request
 
 
-class Every:
+class EveryNSteps:
     """The parameter's number of steps; 0 is never. A step that merged gradients take several turns for is due once."""
 
     def __init__(self, request: Request, parameter: str) -> None:

@@ -12,7 +12,7 @@ from echelon.engine.engine import Engine
 from echelon.zoo.entry import Data, Request
 
 
-class Run(Protocol):
+class HookContext(Protocol):
     """What hooks see of a run.
 
     steps:       updates so far, those before a resume included
@@ -58,14 +58,14 @@ class Hook:
         """What it asks of the engine's Checkpoint, before there is an engine."""
         return {}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: HookContext) -> None:
         """Before the first step, after a resume."""
 
-    def after_step(self, run: Run, loss: Tensor) -> None:
+    def after_step(self, run: HookContext, loss: Tensor) -> None:
         """After every step. ``loss`` is on the device: reading its value waits for the GPU."""
 
-    def after_evaluation(self, run: Run, results: dict[str, float]) -> None:
+    def after_evaluation(self, run: HookContext, results: dict[str, float]) -> None:
         """After an evaluation of EvaluationHook; ``run.results["evaluations"]`` has all of them, this one last."""
 
-    def end(self, run: Run) -> None:
+    def end(self, run: HookContext) -> None:
         """After the last step, whatever ended training, unless it was an error."""

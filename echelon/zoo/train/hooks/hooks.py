@@ -13,8 +13,8 @@ from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.observability.metrics import Log
 from echelon.zoo.entry import Request
 from echelon.zoo.train.hooks.evaluation import EvaluationHook
-from echelon.zoo.train.hooks.hook import Run
-from echelon.zoo.train.hooks.named import named_hooks
+from echelon.zoo.train.hooks.hook import HookContext
+from echelon.zoo.train.hooks.hook_names import named_hooks
 
 
 class Hooks:
@@ -45,29 +45,29 @@ class Hooks:
                 options |= hook.checkpoint_options(self._request)
         return Checkpoint(**options)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: HookContext) -> None:
         for name, hook in self.by_name.items():
             with _naming(name):
                 hook.begin(run)
 
-    def after_step(self, run: Run, loss: Tensor) -> None:
+    def after_step(self, run: HookContext, loss: Tensor) -> None:
         for name, hook in self.by_name.items():
             with _naming(name, run):
                 hook.after_step(run, loss)
 
-    def after_evaluation(self, run: Run, results: dict[str, float]) -> None:
+    def after_evaluation(self, run: HookContext, results: dict[str, float]) -> None:
         for name, hook in self.by_name.items():
             with _naming(name, run):
                 hook.after_evaluation(run, results)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: HookContext) -> None:
         for name, hook in self.by_name.items():
             with _naming(name, run):
                 hook.end(run)
 
 
 @contextlib.contextmanager
-def _naming(name: str, run: Run | None = None) -> Iterator[None]:
+def _naming(name: str, run: HookContext | None = None) -> Iterator[None]:
     """What is raised within says which hook raised it, and after which step; an error of ours stays of its kind."""
     place = f"{name}, step {run.steps}" if run is not None else name
     try:

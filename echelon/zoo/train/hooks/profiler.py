@@ -15,44 +15,44 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from echelon.base.errors import UsageError
-from echelon.observability.trace.session import Recording
 from echelon.observability.trace.trace_files import FOLDER
+from echelon.observability.trace.trace_session import TraceSession
 from echelon.zoo.train.hooks.every import steps_of
-from echelon.zoo.train.hooks.hook import Hook, Run
+from echelon.zoo.train.hooks.hook import Hook, HookContext
 
 
 class ProfilerHook(Hook):
     def __init__(self) -> None:
-        self._recording: Recording | None = None
+        self._recording: TraceSession | None = None
         self._running: profile | None = None
         self._step = 0  # the one that is recorded
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: HookContext) -> None:
         self._every = steps_of(run.request, "profile_every_n_iters")
         self._rank: int | None = run.request["profile_at_task"]
         if self._every:
             check_profiled_rank(self._rank, run.engine.world.size)
         self._start_in_time(run)
 
-    def after_step(self, run: Run, loss: Tensor) -> None:
+    def after_step(self, run: HookContext, loss: Tensor) -> None:
         if self._step and run.steps >= self._step:
             self._finish(run)
         self._start_in_time(run)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: HookContext) -> None:
         if self._recording is not None:
             self._recording.close(run.engine)
         if self._running is not None:  # its step never came
             self._running.stop()
             self._running = None
 
-    def _start_in_time(self, run: Run) -> None:
+    def _start_in_time(self, run: HookContext) -> None:
         if not self._every or self._step or (run.steps + 1) % self._every:
             return
         self._step = run.steps + 1
         if self._rank is None:
             folder = run.directory / FOLDER / f"step-{self._step:06d}"
-            self._recording = Recording(str(self._step), "--profile_every_n_iters", folder)
+            self._recording = TraceSession(str(self._step), "--profile_every_n_iters", folder)
             self._recording.start(run.engine)
         elif run.engine.world.rank == self._rank:
             self._start_profile(on_gpu=run.engine.world.device.type == "cuda")
@@ -64,14 +64,14 @@ class ProfilerHook(Hook):
         self._running = profile(activities=activities, acc_events=True)  # without, torch warns: of cycles
         self._running.start()
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: HookContext) -> None:
         if self._recording is not None:
             self._recording = self._recording.after(run.engine)
         if self._rank is not None:
             self._finish_profile(run, run.directory / FOLDER / f"step-{self._step:06d}-rank-{self._rank}.json")
         self._step = 0
 
-    def _finish_profile(self, run: Run, path: Path) -> None:
+    def _finish_profile(self, run: HookContext, path: Path) -> None:
         if self._running is not None:
             if run.engine.world.device.type == "cuda":
                 torch.cuda.synchronize()

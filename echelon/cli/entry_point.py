@@ -1,0 +1,40 @@
+"""The entry point: one line for a mistake, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from echelon.base.errors import EchelonError, UsageError
+from echelon.base.user_traceback import format_error
+from echelon.cli.app import app
+from echelon.cli.completion import COMPLETE, candidates
+from echelon.cli.usage_errors import explain
+
+#: click's UsageError. Newer typers carry a copy of click, older ones depend on it; this names the right one.
+ParseError: type[Any] = typer.BadParameter.__base__ or Exception
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one line on stderr and exit code 2, never a traceback of ours."""
+    if os.environ.get(COMPLETE):
+        print("\n".join(candidates(typer.main.get_command(app), sys.argv[1:])))
+        return
+    sys.exit(_exit_code())
+
+
+def _exit_code() -> int:
+    try:
+        return int(app(prog_name="echelon", standalone_mode=False) or 0)
+    except ParseError as error:
+        print(f"echelon: {explain(error)}", file=sys.stderr)
+        return 2
+    except EchelonError as error:
+        print(format_error(error), end="", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except (KeyboardInterrupt, typer.Abort):
+        print("echelon: stopped by SIGINT", file=sys.stderr)
+        return 130

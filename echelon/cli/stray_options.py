@@ -1,0 +1,101 @@
+"""Options that stand after the script: they go to the script, though the command has options of the same name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from echelon.base.errors import UsageError
+from echelon.cli.option_spelling import RENAMED, dashed
+from echelon.cli.parsing import option_names, valued_options
+
+#: Options that every program has: after the script they are the script's.
+_ANYBODY_S = ("--help", "-h")
+#: The option without which a job is really submitted: the script's own must be written after ``--``.
+DRY_RUN = "--dry-run"
+
+
+def say_strayed(context: Any) -> None:
+    """Print a line for options of the command that stand after the script and that the script does not declare."""
+    if not (words := strayed_options(context)):
+        return
+    args = context.params["args"]
+    context.params["args"] = ["--", *args]  # said once: the launchers of other hosts are given the same words
+    print(f"echelon: {_told(context, words)}", file=sys.stderr, flush=True)
+
+
+def refuse_strayed(context: Any) -> None:
+    """Refuse such options: what is submitted cannot be taken back."""
+    if words := strayed_options(context, always=(DRY_RUN,)):
+        raise UsageError(_told(context, words))
+
+
+def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
+    """Return those options with their values, as they were written.
+
+    always: options that count also where the script declares them
+    """
+    script, args = context.params["script"], list(context.params["args"] or [])
+    earlier = RENAMED.get(str(context.command.name), {})
+    names = (option_names(context.command) | earlier.keys()) - {*_ANYBODY_S, "-m"}
+    valued, source, found = valued_options(context.command) | earlier.keys(), None, []
+    for at, word in enumerate(args):
+        if word == "--":
+            break
+        name = dashed(word).partition("=")[0]
+        if name not in names:
+            continue
+        source = _source(script, bool(context.params["module"])) if source is None else source
+        if name in always or not declares(source, name):
+            found += [word, *(args[at + 1 : at + 2] if name in valued and "=" not in word else [])]
+    return found
+
+
+def declares(source: str, option: str) -> bool:
+    """Return True if a script's text has the option, or a field or argument of its name, as parsers read them."""
+    name = option.lstrip("-")
+    either = "[-_]".join(map(re.escape, name.split("-")))
+    if not option.startswith("--"):
+        return re.search(rf"""["']{re.escape(option)}["']""", source) is not None
+    return re.search(rf"--{either}(?![\w-])|\b{name.replace('-', '_')}\s*[:=](?!=)", source) is not None
+
+
+def _told(context: Any, words: Sequence[str]) -> str:
+    script, command, given = context.params["script"], context.command_path, shlex.join(words)
+    before = f"{command} {'-m ' if context.params['module'] else ''}{given} {script}"
+    return (
+        f"{given} stands after the script and goes to {script}; options of '{command}' come before it: '{before}' "
+        f"(one of the script's own goes behind '--': '{script} -- {given}')"
+    )
+
+
+def _source(script: str, module: bool) -> str:
+    """Return the script's text; "" where it cannot be read here."""
+    path: Path | None = Path(script)
+    if module:
+        path = _module_file(script)
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file of a module, found without importing its packages."""
+    folders = ["", *sys.path]
+    *packages, last = name.split(".")
+    for package in packages:
+        spec = PathFinder.find_spec(package, folders)
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        folders = list(spec.submodule_search_locations)
+    spec = PathFinder.find_spec(last, folders)
+    if spec is None or not spec.has_location or spec.origin is None:
+        return None
+    main = Path(spec.origin).with_name("__main__.py")
+    return main if spec.submodule_search_locations and main.exists() else Path(spec.origin)

@@ -1,0 +1,238 @@
+"""Opening the muster: in our own memory for one host, at --master for several."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
+
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from echelon.base import network
+from echelon.base.auth_proxy import local_store_endpoint, serve_store
+from echelon.base.environment import AGENT_STORE, LOOPBACK
+from echelon.base.errors import PeerLost, UsageError
+from echelon.base.job_secret import find_token
+from echelon.base.wait_notice import Say, WaitNotice, say_wait
+from echelon.launcher.job import Job
+from echelon.launcher.rendezvous.handler import STORE_TIMEOUT, LauncherRendezvous
+from echelon.launcher.rendezvous.messages import RendezvousConfig
+from echelon.launcher.rendezvous.participant import RendezvousParticipant, RendezvousStore
+from echelon.launcher.rendezvous.store_client import POLL
+
+#: by port; held open until the process ends
+_signs: dict[int, socket.socket] = {}
+
+
+def own_address(job: Job) -> str:
+    """The address by which the job's other hosts reach this one; loopback when there are none."""
+    if job.master is None or job.one_host:
+        return LOOPBACK
+    if job.nic is not None and (address := network.address_of(job.nic)):
+        return address
+    own = next((address for address, _ in job.masters if network.is_local(address)), None)
+    return own if own is not None else network.address_towards(*job.master)
+
+
+class WorkersStore:
+    """Where the workers of a job with parameter servers meet if they join torch.distributed.
+
+    Served by the launcher on one host, afresh for every attempt; at --master worker 0 serves it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._master = None if job.one_host else job.master
+        self._elsewhere = not job.one_host
+        self._store: TCPStore | None = None
+
+    def open(self) -> dict[str, str]:
+        """What workers find of it in their environment; nothing where several hosts were given no place to meet."""
+        if self._elsewhere:
+            return {"MASTER_ADDR": self._master[0], "MASTER_PORT": str(self._master[1])} if self._master else {}
+        listener = network.listen(LOOPBACK, 0)
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), AGENT_STORE: "True"}
+
+
+def open_rendezvous(
+    job: Job, address: str, extras: Callable[[], Mapping[str, str]], say: Callable[[str], None]
+) -> LauncherRendezvous:
+    terms = RendezvousConfig(
+        least=job.fewest,
+        most=job.nnodes,
+        elastic=job.elastic is not None,
+        procs=job.procs,
+        max_restarts=job.max_restarts,
+        join_timeout=job.join_timeout,
+        last_call=job.last_call,
+        host_timeout=job.host_timeout,
+        grace=job.grace,
+    )
+    meet = _at_home if job.nnodes == 1 else MasterEndpoints(job)
+    name = socket.gethostname()
+    presence = RendezvousParticipant(
+        meet, terms, name=name, address=address, node_rank=job.node_rank, extras=extras, say=say
+    )
+    return LauncherRendezvous(presence, terms)
+
+
+def _at_home() -> RendezvousStore:
+    return RendezvousStore(HashStore(), "this host", serves=True)
+
+
+class MasterEndpoints:
+    """The places of --master: the first time the one where the job is, then the next one each time it is called."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._places = job, job.masters
+        self._token = find_token()
+        self._at = -1
+
+    def __call__(self) -> RendezvousStore:
+        self._at = self._next() if self._at >= 0 else self._first()
+        place = self._places[self._at]
+        store, serves = self._open_store(*place)
+        return RendezvousStore(store, network.endpoint(*place), serves, len(self._places) - 1)
+
+    def _first(self) -> int:
+        """A stand-in that answers has the job; nobody becomes one before there was a job."""
+        first, deadline = self._places[0], time.monotonic() + self._job.join_timeout
+        if len(self._places) == 1:
+            return 0
+        ours, notice = network.is_local(first[0]), self._notice()
+        while True:
+            for at in reversed(range(len(self._places))):
+                if self._answers(at):
+                    return at
+            if ours and self._job.node_rank in (None, 0):
+                return 0
+            if time.monotonic() > deadline:
+                raise self._nobody(first)
+            notice.look(self._silent(*first))
+            time.sleep(POLL)
+
+    def _next(self) -> int:
+        """The next place that is our own, or that answers within the time after which a host is lost."""
+        for step in range(1, len(self._places)):
+            at = (self._at + step) % len(self._places)
+            deadline = time.monotonic() + self._job.host_timeout
+            while time.monotonic() < deadline:
+                if network.is_local(self._places[at][0]) or self._answers(at):
+                    return at
+                time.sleep(POLL)
+        raise PeerLost("nobody answers at any place of --master any more; look at the consoles of the other hosts")
+
+    def _answers(self, at: int) -> bool:
+        address, port = self._places[at]
+        return network.answers(address, port, timeout=1.0)
+
+    def _open_store(self, address: str, port: int) -> tuple[Store, bool]:
+        """The store, and whether we serve it: host 0 does, or, where no host has a number, the one at that address."""
+        local, node_rank = network.is_local(address), self._job.node_rank
+        where = f"--master {address}:{port}"
+        if node_rank == 0 and not local and len(self._places) == 1:
+            raise UsageError(f"--node-rank 0 must be the host of --master, but {address} is no address of this host")
+        may_serve = local and (node_rank in (None, 0) or len(self._places) > 1)
+        must_serve = node_rank == 0 and len(self._places) == 1
+        if may_serve and (_hang_out_sign(port) or must_serve):
+            return self._serve(address, port, where), True
+        return self._reach(address, port), False
+
+    def _serve(self, address: str, port: int, where: str) -> Store:
+        try:
+            store, _ = serve_store(address, port, self._token, STORE_TIMEOUT)
+        except OSError as error:
+            _take_in_sign(port)
+            if error.errno != errno.EADDRINUSE:
+                raise UsageError(f"{where} cannot be served: {error.strerror}") from None
+            raise UsageError(
+                f"{where}: the port is in use on this host by another program; choose another, the same on every host"
+            ) from None
+        return store
+
+    def _reach(self, address: str, port: int) -> Store:
+        """Wait for the serving host. torch's own wait can be neither bounded nor interrupted: a thread does it."""
+        deadline, notice = time.monotonic() + self._job.join_timeout, self._notice()
+        while not network.answers(address, port, timeout=1.0):
+            if time.monotonic() > deadline:
+                raise self._nobody((address, port))
+            notice.look(self._silent(address, port))
+            time.sleep(POLL)
+        way, found = local_store_endpoint(address, port, self._token), list[Store]()
+        caller = threading.Thread(target=_call, args=(*way, found), daemon=True)
+        foreign = f"the launcher at --master {address}:{port}, where a program listens that does not answer as one"
+        with _no_stack_traces() as console:
+            notice = self._notice(lambda line, _: print(f"echelon: {line}", file=console))
+            caller.start()
+            while caller.is_alive() and time.monotonic() < deadline:
+                notice.look(foreign)
+                time.sleep(POLL)
+        if not found:
+            raise PeerLost(f"what answers at --master {address}:{port} is not a launcher; choose another port")
+        return found[0]
+
+    def _notice(self, say: Say = say_wait) -> WaitNotice:
+        return WaitNotice("this launcher", self._job.join_timeout, component="launcher", say=say)
+
+    def _silent(self, address: str, port: int) -> str:
+        return f"--master {address}:{port} to answer, by the same command on that host"
+
+    def _nobody(self, place: tuple[str, int]) -> PeerLost:
+        needed = self._job.elastic or self._job.nnodes
+        return PeerLost(
+            f"1 of {needed} hosts came: nobody answers at --master {place[0]}:{place[1]} within "
+            f"{self._job.join_timeout:g} s; start the same command on that host"
+        )
+
+
+def _hang_out_sign(port: int) -> bool:
+    """Tell other launchers on this host that the port is ours, before it is; False where another one's sign is there.
+
+    A name without a file, which vanishes with our process. Where there are no such names (only Linux has them) it is
+    always ours, and a second launcher finds the port in use.
+    """
+    if port in _signs:
+        return True
+    sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sign.bind(f"\0echelon-muster-{port}")
+    except OSError as error:
+        sign.close()
+        return error.errno != errno.EADDRINUSE
+    _signs[port] = sign
+    return True
+
+
+def _take_in_sign(port: int) -> None:
+    if (sign := _signs.pop(port, None)) is not None:
+        sign.close()
+
+
+def _call(address: str, port: int, found: list[Store]) -> None:
+    with contextlib.suppress(RuntimeError):
+        found.append(TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT))
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[TextIO]:
+    """torch prints pages of C++ frames when it is not answered as expected; the caller says it in one line.
+
+    Yields the console, for what must be said meanwhile.
+    """
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        with open(kept, "w", buffering=1, closefd=False) as console:
+            yield console
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

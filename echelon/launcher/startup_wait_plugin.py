@@ -1,0 +1,57 @@
+"""``StartupWaitPlugin``: what the processes of this host wait for at the start, for the console of their launcher.
+
+Only rank 0 writes to the console. A rank, worker or server that waits leaves its line in a directory (wait_notice.py);
+the launcher prints one line for each awaited process, however many of its own wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from echelon.base.environment import WAIT_LINES
+from echelon.launcher.agent_plugin import Round
+from echelon.launcher.failure import Failure
+
+#: Seconds after which a line about the same process is printed again: it belongs to a later attempt.
+AGAIN = 10.0
+
+
+class StartupWaitPlugin:
+    """A companion of the ranks of this host; of its servers and workers, too."""
+
+    def __init__(self, records: Path, say: Callable[[str], None]) -> None:
+        self._directory, self._say = records / "waits", say
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._told: dict[str, float] = {}
+
+    @property
+    def card(self) -> Mapping[str, str]:
+        return {}
+
+    def environment(self, at: Round | None = None) -> dict[str, str]:
+        return {WAIT_LINES: str(self._directory)}
+
+    def begin(self, at: Round, pids: Mapping[int, int]) -> None: ...
+
+    def look(self) -> Failure | None:
+        """Print the lines that are new."""
+        for path in sorted(self._directory.glob("*.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                told = json.loads(path.read_text())
+                path.unlink()
+                self._tell(str(told["line"]), str(told["awaited"]))
+        return None
+
+    def _tell(self, line: str, awaited: str) -> None:
+        last, now = self._told.get(awaited), time.monotonic()
+        self._told[awaited] = now
+        if last is None or now - last > AGAIN:
+            self._say(line)
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,112 @@
+"""Recorder: one engine's word on what it runs (run.json) and on what happens to it (events.jsonl)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.base.environment import LOG_DIR, RESTART_COUNT, RESTARTS, whole_number
+from echelon.distributed.collectives import gather_json
+from echelon.observability.runlog.events import Kind, note_event
+from echelon.observability.runlog.log_files import RUN, set_run_directory, write_whole
+from echelon.observability.runlog.tolerant_json import JSON, json_file, number, objects
+
+if TYPE_CHECKING:
+    from echelon.observability.engine_view import EngineView
+
+#: When this process began to write into a directory: all of its engines there belong to one attempt.
+_started: dict[Path, float] = {}
+
+
+class RunLogWriter:
+    """Writes nothing where ``directory`` is None, and run.json on rank 0 only."""
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._directory, self._rank = directory, rank
+        if directory is not None:
+            set_run_directory(directory)
+            _started.setdefault(directory, time.time())
+        self.said: Sequence[str] = ()  #: what was said of the plan at the start
+        self._settings: list[JSON] = []
+        self._ranks: list[JSON] | None = None  # until the plan is begun
+        self._facts: JSON = {}
+        self._earlier: JSON | None = None
+        self._goes_on = whole_number(os.environ, RESTART_COUNT, 0) + whole_number(os.environ, RESTARTS, 0) > 0
+
+    @property
+    def directory(self) -> Path | None:
+        return self._directory
+
+    def event(self, kind: Kind, text: str) -> None:
+        """What only one rank is to say, only that one calls."""
+        note_event(self._directory, kind, text, self._rank)
+
+    def settings(self, values: Mapping[str, tuple[Any, str]]) -> None:
+        """What was asked of the run, by name, with who asked for it; what is said later counts."""
+        self._settings = [one for one in self._settings if one["name"] not in values]
+        self._settings += [{"name": name, "value": value, "origin": by} for name, (value, by) in values.items()]
+        self._write()
+
+    def begun(self, engine: EngineView) -> None:
+        """A plan is gone by. All ranks call it, and tell each other, once, where they are."""
+        from echelon.observability.runlog.run_description import facts_of, own_facts
+
+        own, control = own_facts(engine), engine.world.control
+        self._ranks = [own] if control is None else gather_json(own, control, "what each rank runs on")
+        if self._writes:
+            assert self._directory is not None
+            self._earlier = json_file(self._directory / RUN)
+            self._facts = facts_of(engine, self._ranks)
+            self._write()
+
+    def assembled(self, engine: EngineView) -> None:
+        """A pipeline's stages are known only with its first batch."""
+        if self._ranks is not None and self._writes:
+            from echelon.observability.runlog.run_description import facts_of
+
+            self._facts = facts_of(engine, self._ranks)
+            self._write()
+
+    def resumed(self) -> None:
+        """Training goes on from what an earlier process left: what that one wrote down belongs to the run."""
+        if not self._goes_on:
+            self._goes_on = True
+            self._write()
+
+    def closed(self, engine: EngineView, error: BaseException | None = None) -> None:
+        """The engine trains no more; the launcher, where it is ours, says the rest."""
+        if error is None and self._directory is not None and engine.steps:
+            from echelon.observability.runlog.measured_memory import write_measured_memory
+
+            write_measured_memory(engine, self._directory)
+        if self._rank == 0 and error is None:
+            self.event("ended", f"training ended after step {engine.steps}")
+        elif error is not None and LOG_DIR not in os.environ:
+            first = str(error).strip().partition("\n")[0]
+            self.event("failed", f"rank {self._rank} failed with {type(error).__name__}: {first}")
+
+    @property
+    def _writes(self) -> bool:
+        return self._directory is not None and self._rank == 0
+
+    def _write(self) -> None:
+        if not self._facts or self._directory is None:
+            return
+        started, began, attempt = self._attempt()
+        times = {"started": started, "began": began, "attempt": attempt}
+        told = {"settings": self._settings, "said": list(self.said)}
+        write_whole(self._directory / RUN, {"format": 1, **self._facts, **times, **told})
+
+    def _attempt(self) -> tuple[float, float, int]:
+        """When this attempt was started, when the first one was, and how many there were before."""
+        assert self._directory is not None
+        earlier, started = self._earlier or {}, _started[self._directory]
+        if number(earlier, "started") is None or not self._goes_on:
+            return started, started, whole_number(os.environ, RESTART_COUNT, 0)
+        began = number(earlier, "began") or started
+        attempt = int(number(earlier, "attempt") or 0)
+        ours = any(one.get("pid") == os.getpid() for one in objects(earlier, "ranks")[:1])
+        return started, began, attempt if ours else attempt + 1

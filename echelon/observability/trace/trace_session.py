@@ -1,0 +1,315 @@
+"""Recording: some steps of an engine's run, on all ranks alike, into one timeline.
+
+Before and after, ranks meet to compare their clocks. What they have noted is sent to rank 0 over the job's own
+connections, since hosts need not share a disk; rank 0 writes the files. Workers that speak to parameter servers alone
+have nobody to meet: each writes its own file, and whoever reads them puts them together. Until then every rank has what
+it noted in a part of its own (see ``live``): that is what a run leaves which does not come to the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from echelon.base.environment import TIMELINE
+from echelon.base.errors import EchelonError, PeerLost, UsageError
+from echelon.distributed.activity import activity, waiting
+from echelon.observability.trace import trace_files
+from echelon.observability.trace.clock_sync import ClockMapping, ClockOffset, measure
+from echelon.observability.trace.comm_hooks import CommHooks, spans_of
+from echelon.observability.trace.device_trace import DeviceTrace, device_spans
+from echelon.observability.trace.flops import ModelCallHook, can_count_flops, count_flops
+from echelon.observability.trace.live_writer import LiveSpanWriter
+from echelon.observability.trace.merge import merge
+from echelon.observability.trace.rank_header import about, processes
+from echelon.observability.trace.span import Span
+from echelon.observability.trace.span_recorder import TraceRecorder
+from echelon.optim.grad_scaler import DTYPES
+from echelon.strategy.recorded_steps import AFTER_WARM_UP, RecordedSteps, parse_steps
+
+if TYPE_CHECKING:
+    from echelon.observability.engine_view import EngineView
+    from echelon.strategy.log_settings import Log
+
+
+#: Bytes of all ranks' files beyond which rank 0 does not put them together at once: the others wait meanwhile.
+LARGE = 32_000_000
+
+
+def requested_session(log: Log, directory: Path | None) -> TraceSession | None:
+    """The recording that this run was asked for, by ``echelon run --timeline`` or by ``Log(timeline=...)``."""
+    text = os.environ.get(TIMELINE) or (AFTER_WARM_UP if log.timeline is True else log.timeline)
+    if not text:
+        return None
+    if directory is None:
+        raise UsageError("Log(timeline=...) needs a place to write: give Log(dir=...), or use 'echelon run'")
+    return TraceSession(
+        text, "--timeline" if TIMELINE in os.environ else "Log(timeline=...)", directory / trace_files.FOLDER
+    )
+
+
+class _ActiveTrace(NamedTuple):
+    recorder: TraceRecorder
+    taps: CommHooks
+    device: DeviceTrace | None
+    seen: ModelCallHook | None
+    before: ClockOffset
+    live: LiveSpanWriter
+
+
+class TraceSession:
+    """``after(engine)`` every step, until it is ``over``.
+
+    asked:    the steps in words, see ``steps``
+    asked_by: what the user wrote them after
+    folder:   where the files go
+    """
+
+    def __init__(self, asked: str, asked_by: str, folder: Path) -> None:
+        self._asked, self._asked_by, self._folder = asked, asked_by, folder
+        self._steps: RecordedSteps | None = None
+        self._under_way: _ActiveTrace | None = None
+        self._flops: float | None = None
+        self.over = False
+        parse_steps(asked, asked_by, 0)
+
+    def begin(self, engine: EngineView) -> None:
+        """Before the first step, which can be recorded only when it was asked for by its number."""
+        if engine.trial is not None:
+            self.over = True
+        elif parse_steps(self._asked, self._asked_by, 0).first == 1:
+            self.start(engine)
+
+    def start(self, engine: EngineView) -> None:
+        """Now, with the next step. All ranks call it together."""
+        self._steps = self._steps or parse_steps(self._asked, self._asked_by, engine.steps)
+        if activity.recorder is not None:
+            self.over = True
+            engine.say(f"{self._asked_by}: another timeline is being recorded; this one is left out")
+        else:
+            self._start(engine)
+
+    def after(self, engine: EngineView, total: int | None = None) -> TraceSession | None:
+        """After each step; ``total`` is the run's last. ``None`` when there is nothing more to do."""
+        if not self.over:
+            self._after(engine, total)
+        return None if self.over else self
+
+    def _after(self, engine: EngineView, total: int | None) -> None:
+        if self._steps is None:
+            self._steps = parse_steps(self._asked, self._asked_by, engine.steps - 1)
+        if self._under_way is not None and self._under_way.recorder.step != engine.steps + 1:
+            self._drop()  # the run has gone on from a checkpoint meanwhile
+        if self._under_way is not None:
+            self._under_way.live.step()
+            if engine.steps >= self._steps.last or engine.steps == total:
+                self._finish(engine)
+        elif engine.steps >= self._steps.last:
+            self.over = True
+            past = f"{self._steps} lie before step {engine.steps}, where this run has begun"
+            engine.say(f"{self._asked_by}: {past}; nothing is recorded")
+        elif engine.steps + 1 >= self._steps.first:
+            self.start(engine)
+
+    def close(self, engine: EngineView) -> None:
+        """The run ends. Others may be gone: what is left unfinished is written without them."""
+        if self.over:
+            return
+        self.over = True
+        if self._under_way is None:
+            if engine.steps and self._steps is not None:
+                engine.say(f"{self._asked_by}: the run ended after step {engine.steps}, before {self._steps} began")
+            return
+        error = getattr(sys, "last_value", None)
+        live, recorder = self._under_way.live, self._under_way.recorder
+        # a GPU that waits for a rank that is gone would be waited for without end
+        kernels = self._stop_device() if error is None else []
+        if error is None and not recorder.spans:  # the run was over before another step began
+            live.remove()
+            self._let_go()
+            with contextlib.suppress(OSError):  # the last rank's leaves it empty
+                self._folder.rmdir()
+            return
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if error is not None else ""
+        live.end(said, isinstance(error, PeerLost), kernels)
+        self._let_go()
+        if recorder.spans:
+            engine.say(f"timeline: the run ended in {self._steps}; 'echelon timeline {self._folder.parent}' shows it")
+
+    # ---- begin and end ----
+
+    def _start(self, engine: EngineView) -> None:
+        device = None
+        if engine.world.device.type == "cuda":
+            device = DeviceTrace()
+            try:
+                device.start()
+            except RuntimeError as error:  # somebody else's profiler is running
+                device = None
+                engine.say(f"timeline: no spans of the GPU ({str(error).splitlines()[0]})")
+        self._make_way(engine)
+        control = engine.world.control
+        with waiting("timeline: clocks", "", control):
+            before = measure(control)
+            if control is not None:
+                dist.barrier(control)  # so that nobody's first step begins with waiting for the others' clocks
+        recorder = TraceRecorder(engine.steps + 1)
+        own_loop = engine.steps == 0 or engine.has_own_loop
+        seen = ModelCallHook(engine.model, recorder) if own_loop and can_count_flops(engine) else None
+        taps = CommHooks(recorder)
+        if control is not None:
+            taps.open()
+        live = self._live(engine, before, recorder, taps)
+        self._under_way = _ActiveTrace(recorder, taps, device, seen, before, live)
+        activity.recorder = recorder
+
+    def _make_way(self, engine: EngineView) -> None:
+        try:
+            if engine.worker == 0:
+                trace_files.forget(self._folder, beyond=processes(engine))
+            trace_files.make_way(self._folder, engine.worker)
+        except OSError as error:
+            engine.say(f"timeline: '{self._folder}' cannot be cleared of what is there: {error.strerror}")
+
+    def _live(
+        self, engine: EngineView, before: ClockOffset, recorder: TraceRecorder, taps: CommHooks
+    ) -> LiveSpanWriter:
+        assert self._steps is not None
+        told = about(engine, ClockMapping(before, before), self._steps)
+        return LiveSpanWriter(self._folder, engine.worker, told, recorder, taps)
+
+    def _let_go(self) -> None:
+        """Nothing more is noted."""
+        assert self._under_way is not None
+        activity.recorder = None
+        self._under_way.taps.close()
+        if self._under_way.seen is not None:
+            self._under_way.seen.close()
+        self._under_way = None
+
+    def _drop(self) -> None:
+        assert self._under_way is not None
+        if self._under_way.device is not None:
+            self._under_way.device.stop()
+        self._under_way.live.remove()
+        self._let_go()
+
+    def _stop_device(self) -> list[Span]:
+        """What the GPU did, on this process's clock."""
+        assert self._under_way is not None
+        recorder, taps, device = self._under_way[:3]
+        return device_spans(device.stop(), recorder.spans, taps.messages) if device is not None else []
+
+    def _stop(self, engine: EngineView) -> tuple[list[Span], ClockMapping]:
+        """What this rank has recorded, on rank 0's clock. All ranks have come to the end together."""
+        assert self._under_way is not None
+        recorder, taps, _, seen, before, _ = self._under_way
+        activity.recorder = None
+        taps.close()
+        if seen is not None:
+            seen.close()
+        spans = [*recorder.spans, *spans_of(taps.messages), *self._stop_device()]
+        after = before
+        if engine.world.control is not None:
+            with waiting("timeline: clocks", "", engine.world.control):
+                after = measure(engine.world.control)
+        self._flops = _flops(engine, recorder)
+        clock = ClockMapping(before, after)
+        return [span.moved(clock) for span in spans if span.step < recorder.step], clock
+
+    def _finish(self, engine: EngineView) -> None:
+        assert self._under_way is not None
+        assert self._steps is not None
+        self.over = True
+        spans, clock = self._stop(engine)
+        live = self._under_way.live
+        self._let_go()
+        if live.failed:
+            engine.say(f"timeline: {live.failed}")
+        told = about(engine, clock, self._steps)
+        told |= {"steps": [min(s.step for s in spans), max(s.step for s in spans)], "flops": self._flops}
+        try:
+            self._gather(engine, told, spans, live)
+        except EchelonError as error:  # a full disk, say: no reason to end the training
+            engine.say(f"timeline: {error}")
+
+    def _gather(self, engine: EngineView, told: dict[str, Any], spans: list[Span], live: LiveSpanWriter) -> None:
+        """The whole files take the place of the parts."""
+        control, content = engine.world.control, trace_files.lines_of(told, spans).encode()
+        if control is not None and dist.get_rank(control) > 0:
+            _send(content, control)
+            _hear_that_it_is_kept(control, live)
+            return
+        received = {engine.worker: content} | (_receive(control) if control is not None else {})
+        kept = False
+        try:
+            for rank, each in received.items():
+                trace_files.write(self._folder, trace_files.rank_file_name(rank), each)
+            kept = True
+        finally:
+            if control is not None:
+                _say_that_it_is_kept(control, kept)
+        live.remove()
+        if engine.worker == 0:
+            self._tell(engine)
+
+    def _tell(self, engine: EngineView) -> None:
+        if processes(engine) > 1 and engine.world.control is None:
+            engine.say(f"timeline: 'echelon timeline {self._folder.parent}' shows all workers when they are done")
+            return
+        if sum(file.stat().st_size for file in trace_files.of_ranks(self._folder).values()) > LARGE:
+            engine.say(f"timeline: recorded; 'echelon timeline {self._folder.parent}' puts all ranks together")
+            return
+        for line in merge(self._folder).lines():
+            engine.say(line)
+
+
+# ---- how rank 0 gets it ----
+
+
+def _flops(engine: EngineView, recorder: TraceRecorder) -> float | None:
+    """Of a step on this rank."""
+    if recorder.arguments is None or not can_count_flops(engine):
+        return None
+    amp = DTYPES[engine.plan.amp.dtype] if engine.plan.amp is not None else None
+    found = count_flops(engine.model, recorder.arguments, amp, engine.world.device)
+    return None if found is None else found * engine.plan.gradient_merge
+
+
+def _send(content: bytes, control: dist.ProcessGroup) -> None:
+    first = dist.get_global_rank(control, 0)
+    with waiting("timeline: gather", "", control):
+        dist.send(torch.tensor([len(content)]), first, group=control)
+        dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), first, group=control)
+
+
+def _receive(control: dist.ProcessGroup) -> dict[int, bytes]:
+    """By rank, what the others send, one after the other."""
+    found = {}
+    for place in range(1, dist.get_world_size(control)):
+        rank, size = dist.get_global_rank(control, place), torch.zeros(1, dtype=torch.int64)
+        with waiting("timeline: gather", "", str(rank)):
+            dist.recv(size, rank, group=control)
+            content = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(content, rank, group=control)
+        found[rank] = content.numpy().tobytes()
+    return found
+
+
+def _say_that_it_is_kept(control: dist.ProcessGroup, kept: bool) -> None:
+    """Until rank 0 has it, a rank's part is all there is."""
+    with waiting("timeline: gather", "", control):
+        dist.broadcast(torch.tensor([int(kept)]), dist.get_global_rank(control, 0), group=control)
+
+
+def _hear_that_it_is_kept(control: dist.ProcessGroup, live: LiveSpanWriter) -> None:
+    kept = torch.zeros(1, dtype=torch.int64)
+    with waiting("timeline: gather", "", control):
+        dist.broadcast(kept, dist.get_global_rank(control, 0), group=control)
+    live.remove() if bool(kept) else live.close()

@@ -1,0 +1,177 @@
+"""A unit of parameters that are whole only while they are used; in between each rank holds its rows.
+
+While away a parameter keeps its shape, but is one NaN repeated: who uses it then, past the module that holds it, gets
+a loss that is not finite and not an access to memory that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from echelon.distributed.activity import span
+from echelon.parallel.zero.row_partition import RowMatrix, RowPartition
+from echelon.parallel.zero.zero_collectives import Arrival, ShardCollectives
+
+TAG = 1 << 21  # apart from those of gradients
+Offload = Literal["optimizer", "parameters"] | None
+
+
+class ShardUnit:
+    """Parameters that come and go together. ``holders`` counts who needs them now."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        parameters: Mapping[str, nn.Parameter],
+        cuts: Mapping[str, RowPartition],
+        exchange: ShardCollectives,
+        offload: Offload,
+    ) -> None:
+        self.name, self.number, self.parameters = name, number, parameters
+        self._cargo = [
+            UnitFlatBuffer(
+                {n: parameters[n] for n in names}, [cuts[n] for n in names], exchange, offload, TAG + 4 * number + i
+            )
+            for i, names in enumerate(_by_dtype(parameters))
+        ]
+        self.shards = {name: shard for cargo in self._cargo for name, shard in cargo.shards.items()}
+        self._exchange = exchange
+        self.holders = 0
+        self.coming: list[Arrival] | None = None
+        self.wholes: list[tuple[nn.Parameter, Tensor]] = []  #: where it is here, each parameter's memory
+        self.embedding_only = False
+
+    @property
+    def here(self) -> bool:
+        return bool(self.wholes)
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+
+    def begin(self) -> list[Arrival]:
+        """All ranks begin to hand their rows round."""
+        return [cargo.gather() for cargo in self._cargo]
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Wait for what is coming; from here on the parameters are whole."""
+        assert self.coming is not None
+        arrivals, self.coming = self.coming, None
+        for cargo, arrival in zip(self._cargo, arrivals, strict=True):
+            self.wholes += cargo.unpack(arrival())
+
+    def leave(self) -> None:
+        self.wholes = []
+        for cargo in self._cargo:
+            cargo.leave()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Somebody changed the whole parameters, the same way on all ranks: the rows follow."""
+        for cargo in self._cargo:
+            cargo.write_back()
+
+    def stepped(self) -> None:
+        """The shards have changed."""
+        for cargo in self._cargo:
+            cargo.stepped()
+
+
+class UnitFlatBuffer:
+    """The unit's parameters of one dtype. This rank's rows lie one after another in one line, ready to be sent."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        cuts: Sequence[RowPartition],
+        exchange: ShardCollectives,
+        offload: Offload,
+        tag: int,
+    ) -> None:
+        self._parameters, self._exchange, self._tag = list(parameters.values()), exchange, tag
+        self._rows, self._what = RowMatrix(cuts), span(list(parameters))
+        self._strides = [p.stride() if _dense(p) else None for p in self._parameters]
+        first = self._parameters[0]
+        self._device, self._away = first.device, _nothing(first)
+        away_from_device = offload is not None and first.device.type != "cpu"
+        self._line = torch.zeros(
+            self._rows.length, dtype=first.dtype, device="cpu" if away_from_device else first.device,
+            pin_memory=away_from_device and first.device.type == "cuda",
+        )  # fmt: skip
+        # The optimizer steps on the host; with "optimizer" the rows are on the device as well.
+        self._copy = (
+            torch.empty_like(self._line, device=first.device) if away_from_device and offload == "optimizer" else None
+        )
+        self._views = self._rows.views(self._line, exchange.me)
+        self.shards: dict[str, nn.Parameter] = {}
+        self.write_back()
+        # ``data`` has a version of its own: views of one line would all seem to change when one optimizer steps.
+        self.shards = {
+            name: nn.Parameter(view.data, requires_grad=p.requires_grad)
+            for (name, p), view in zip(parameters.items(), self._views, strict=True)
+        }
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        parts = self._rows.parts([p.data for p in self._parameters], self._exchange.me)
+        for view, part in zip(self._views, parts, strict=True):
+            view.copy_(part)
+        torch.autograd.graph.increment_version(list(self.shards.values()))
+        self._copy_up()
+
+    def gather(self) -> Arrival:
+        line = self._line if self._copy is None else self._copy
+        return self._exchange.gather_lines(line.to(self._device, non_blocking=True), self._tag, self._what)
+
+    def unpack(self, matrix: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        wholes = [_like(p, strides) for p, strides in zip(self._parameters, self._strides, strict=True)]
+        self._rows.read(matrix, wholes)
+        for parameter, whole in zip(self._parameters, wholes, strict=True):
+            parameter.data = whole
+        return list(zip(self._parameters, wholes, strict=True))
+
+    def leave(self) -> None:
+        for parameter in self._parameters:
+            parameter.data = self._away.expand(parameter.shape)
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        for shard, view in zip(self.shards.values(), self._views, strict=True):
+            if shard.data_ptr() != view.data_ptr():  # somebody gave it other memory
+                view.copy_(shard)
+                shard.data = view
+        self._copy_up()
+
+    def _copy_up(self) -> None:
+        if self._copy is not None:
+            self._copy.copy_(self._line, non_blocking=True)
+
+
+def _by_dtype(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    found: dict[torch.dtype, list[str]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault(parameter.dtype, []).append(name)
+    return list(found.values())
+
+
+def _dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _like(parameter: nn.Parameter, strides: tuple[int, ...] | None) -> Tensor:
+    """Memory for the whole of it, laid out as it was (channels-last stays so)."""
+    if strides is None:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+
+
+def _nothing(parameter: nn.Parameter) -> Tensor:
+    kind = parameter.dtype
+    value = float("nan") if kind.is_floating_point or kind.is_complex else torch.iinfo(kind).min
+    return torch.full((), value, dtype=kind, device=parameter.device)

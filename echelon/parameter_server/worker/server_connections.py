@@ -1,0 +1,127 @@
+"""``ServerConnections``: a worker's channels to its servers, their heartbeats, and the lines printed while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from echelon.base.errors import PeerLost
+from echelon.base.wait_notice import WaitNotice
+from echelon.distributed.ps_role import Role
+from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.protocol.message import WireMessage
+
+if TYPE_CHECKING:
+    from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
+
+
+class ServerConnections:
+    """A link to each server of the job; to one inside this process when the job has none.
+
+    timeout:  seconds that a server may be away once it has answered
+    """
+
+    def __init__(self, role: Role, job: JobSpec, timeout: float) -> None:
+        self._role, self._job = role, job
+        self._beats: HeartbeatSender | None = None
+        self.links: Sequence[Any] = self._connect(timeout) if role.endpoints else _own_link()
+
+    def _connect(self, timeout: float) -> list[ServerChannel]:
+        from echelon.base.security import Security
+        from echelon.parameter_server.protocol.channel import ServerChannel
+
+        security = Security.from_environment()
+        return [
+            ServerChannel(
+                endpoint,
+                hello=partial(self._greet, index),
+                security=security,
+                timeout=timeout,
+                join=self._role.join_timeout,
+                name=f"server {index}",
+            )
+            for index, endpoint in enumerate(self._role.endpoints)
+        ]
+
+    def _greet(self, index: int, call: Callable[[WireMessage], WireMessage]) -> None:
+        """After a lost connection: open the job again on a server that held nothing yet, or find its state there."""
+        session = self._job.session
+        known = call(WireMessage({"op": "hello", "worker": -1, "session": session})).head
+        if known.get("opened") and known.get("session") == session:
+            return
+        if self.links[index].holds_state:
+            raise PeerLost(
+                f"server {index} came back without its state (its journal is off or lost); start the job again: it "
+                "goes on from the last checkpoint. ParameterServer(journal=True), or replica=True for lost hosts, "
+                "prevents it"
+            )
+        call(WireMessage({"op": "open", "worker": self._role.index, "job": self._job.to_json()}))
+
+    # ---- waiting ----
+
+    def wait_told(self) -> AbstractContextManager[None]:
+        """Name, while the caller waits inside, the servers that have not answered."""
+        if not self._role.endpoints:
+            return nullcontext()
+        notice = WaitNotice(self._me, self._role.join_timeout, "start what is missing", component="ps")
+        return notice.during(self._unanswered)
+
+    def _unanswered(self) -> str:
+        waited = [link for link in self.links if link.waits_for()]
+        return ", ".join(f"{link.name} at {link.endpoint} ({link.trouble or 'it is starting'})" for link in waited)
+
+    @property
+    def _me(self) -> str:
+        return f"worker {self._role.index} of {self._role.workers}"
+
+    # ---- keeping in touch ----
+
+    def keep(self) -> None:
+        """Tell the servers, from now on, that this worker lives; hear from them who is missing, or why they end."""
+        if not self._role.endpoints:
+            return
+        from echelon.base.security import Security
+        from echelon.parameter_server.protocol.channel import HeartbeatSender
+
+        self._missing = WaitNotice(self._me, self._role.join_timeout, "start what is missing", component="ps")
+        self._begin = WaitNotice(self._me, None, component="ps")
+        security = Security.from_environment()
+        self._beats = HeartbeatSender(
+            self._role.endpoints, self._role.index, security, links=self.links, hear=self._hear
+        )
+
+    def _hear(self, endpoint: str, answer: dict[str, Any]) -> None:
+        if answer.get("ending"):
+            link = next(link for link in self.links if link.endpoint == endpoint)
+            link.give_up(PeerLost(str(answer["ending"])))
+        self._missing.look(str(answer.get("missing") or ""))
+        self._begin.look(str(answer.get("unbegun") or ""))
+
+    def close(self) -> None:
+        """End the beats; the links are closed by the client that uses them."""
+        if self._beats is not None:
+            self._beats.close()
+
+
+@contextmanager
+def announce_worker(role: Role) -> Iterator[None]:
+    """Let the servers know, while the worker meets the other workers inside, that it has come."""
+    if not role.endpoints:
+        yield
+        return
+    from echelon.base.security import Security
+    from echelon.parameter_server.protocol.channel import HeartbeatSender
+
+    beats = HeartbeatSender(role.endpoints, role.index, Security.from_environment())
+    try:
+        yield
+    finally:
+        beats.close()
+
+
+def _own_link() -> list[Any]:
+    from echelon.parameter_server.worker.in_process import InProcessChannel, own_shard
+
+    return [InProcessChannel(own_shard().handle)]

@@ -1,0 +1,152 @@
+"""Which shapes a plan may have on a mesh: micro-batches, schedules, what replicas exchange. Only what the runtime runs.
+
+The rules are those of strategy/combine.py seen from the other side: what is refused there is not proposed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from echelon.base.errors import UsageError, nearest
+from echelon.plan.draft import Approximation, Draft
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.plan_search.meshes import CandidateMesh, find_micro_batches
+from echelon.strategy.annotations.marks import ScheduleName
+
+Amp = Literal["bf16", "fp16"]
+Flags = tuple[bool, ...]  #: for each stage, whether it recomputes
+
+#: Means that change the numbers, if ever so little. They are used only where a user allows them.
+APPROXIMATE = ("amp", "fp16_allreduce", "dgc", "localsgd")
+
+MOST_CHUNKS = 4  # stages a rank: more of them bring little and send more
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """A plan, less what follows from it: cuts, recomputing, shares and widths."""
+
+    mesh: CandidateMesh
+    micro_batches: int = 1
+    schedule: ScheduleName | None = None
+    chunks: int = 1
+    shard: int = 0
+    amp: Amp | None = None
+    wire: Literal["fp16", "bf16"] | None = None
+    approximate: Approximation | None = None
+    compile: bool = False
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.stage * self.chunks
+
+    @property
+    def marked(self) -> bool:
+        """Whether replicas are more than whole models on one device."""
+        return self.mesh.stage > 1 or self.mesh.split > 1 or self.micro_batches > 1
+
+    def replaced(self, **changes: Any) -> PlanShape:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class AllowedTechniques:
+    """What a plan may use.
+
+    amps:  with which arithmetic, the quickest first
+    fixed: fields of a Draft that are given
+    """
+
+    units: int
+    optimizer: str
+    amps: tuple[Amp | None, ...] = (None,)
+    allow: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def micro_batches(self, mesh: CandidateMesh, batch: int) -> list[int]:
+        """How many there may be. A pipeline of one is a way to wait."""
+        found = find_micro_batches(math.ceil(batch / mesh.replicate))
+        return self._given(
+            "micro_batches", [count for count in found if count > 1] or found if mesh.stage > 1 else found
+        )
+
+    def shapes(self, mesh: CandidateMesh, micro_batches: int) -> Iterator[PlanShape]:
+        """All of them, with the quickest arithmetic. The usual schedule comes first."""
+        for schedule, chunks in self.schedules(mesh):
+            compiled = self.fixed.get("compile", False)
+            plain = PlanShape(mesh, micro_batches, schedule, chunks, amp=self.amps[0], compile=compiled)
+            for exchange in self.exchanges(plain):
+                yield plain.replaced(**exchange)
+
+    def schedules(self, mesh: CandidateMesh) -> list[tuple[ScheduleName | None, int]]:
+        """With the number of stages a rank."""
+        if mesh.stage == 1:
+            return [(None, 1)] if self.fixed.get("chunks", 1) == 1 else []
+        single: list[tuple[ScheduleName | None, int]] = [("1f1b", 1), ("zero-bubble", 1), ("gpipe", 1)]
+        most = min(MOST_CHUNKS, self.units // mesh.stage)
+        names = self._given("schedule", ["1f1b", "zero-bubble", "gpipe", "interleaved"])
+        counts = self._given("chunks", range(1, most + 1))
+        found = [*single, *(("interleaved", chunks) for chunks in range(2, max(most, *counts) + 1))]
+        return [(name, chunks) for name, chunks in found if name in names and chunks in counts]
+
+    def exchanges(self, shape: PlanShape) -> Iterator[dict[str, Any]]:
+        """What replicas may share out and send. Level 2 differs from 1 only with merged steps, which no plan has."""
+        allowed = [
+            {"shard": shard, "wire": wire, "approximate": approximate}
+            for shard in ((0, 1, 3) if self.fixed.get("shard") != 2 else (2,))
+            for wire in (None, "fp16")
+            for approximate in (None, "dgc", "localsgd")
+            if self._may_exchange(shape, shard, wire, approximate)
+        ]
+        for exchange in allowed:
+            if all(self.fixed.get(name, value) == value for name, value in exchange.items()):
+                yield exchange
+
+    def _may_exchange(self, shape: PlanShape, shard: int, wire: str | None, approximate: str | None) -> bool:
+        if shape.mesh.replicate == 1:
+            return not (shard or wire or approximate)
+        needed = {name for name in ("fp16_allreduce" if wire else None, approximate) if name}
+        given = {name for name in ("wire", "approximate") if self.fixed.get(name)}
+        return (needed <= self.allow or bool(given)) and combines(
+            shape.marked, shard, wire, approximate, self.optimizer
+        )
+
+    def _given(self, name: str, otherwise: Sequence[Any]) -> list[Any]:
+        return [self.fixed[name]] if name in self.fixed else list(otherwise)
+
+    def check(self) -> None:
+        known = {entry.name for entry in dataclasses.fields(Draft)}
+        for name in self.fixed:
+            if name not in known:
+                raise UsageError(f"fixed: a plan has no '{name}'{nearest(name, known)}")
+        for name in self.allow:
+            if name not in APPROXIMATE:
+                raise UsageError(f"allow: there are no means '{name}'{nearest(name, APPROXIMATE)}")
+
+
+def combines(marked: bool, shard: int, wire: str | None, approximate: str | None, optimizer: str) -> bool:
+    """Whether the runtime takes them together; ``marked``: with stages, splits or micro-batches."""
+    if shard and (wire or approximate):
+        return False
+    if approximate and (marked or wire):
+        return False
+    return approximate != "dgc" or optimizer in ("sgd", "momentum")  # it is momentum SGD that it compresses
+
+
+def amp_of(cluster: Cluster) -> Amp:
+    """The 16 bits that all devices compute in quickly; bf16 needs no loss scale."""
+    return "bf16" if all("bfloat16" in device.peak for device in cluster.kinds) else "fp16"
+
+
+def mechanisms(draft: Draft) -> int:
+    """How much a plan uses beside plain replicas: of two that are as quick, the one with less is better."""
+    order = ("1f1b", "gpipe", "zero-bubble", "interleaved")
+    axes = [draft.stage > 1, draft.split > 1, draft.micro_batches > 1]
+    recomputes = [any(draft.recompute), len(set(draft.recompute)) > 1]
+    others = [draft.amp, draft.wire, draft.approximate, draft.shares, draft.widths, draft.order]
+    used = [*axes, *recomputes, *map(bool, others)]
+    return 4 * sum(used) + draft.shard + (order.index(draft.schedule) if draft.schedule else 0)

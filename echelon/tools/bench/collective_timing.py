@@ -1,0 +1,103 @@
+"""Collectives by size and number of ranks, as training does them: sums, gathers, parts of sums, one rank to another."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from echelon.distributed.collectives import all_gather
+from echelon.distributed.world import World
+from echelon.parallel.zero.zero_collectives import ShardCollectives
+from echelon.tools.bench.device_timer import Row
+
+Doing = Callable[[], object]
+_SMALL = 2**16
+
+
+def group_sizes(world: World) -> list[int]:
+    """2, 4, 8 ... and all."""
+    powers = [2**power for power in range(1, 20) if 2**power <= world.size]
+    return sorted({*powers, world.size} - {1})
+
+
+def collective_rows(world: World, quick: bool) -> list[Row]:
+    """On every rank the same rows. Ranks beyond a group wait for it, so that nobody disturbs it."""
+    rows: list[Row] = []
+    for ranks in group_sizes(world):
+        group = dist.new_group(list(range(ranks)))
+        if world.rank < ranks:
+            assert group is not None
+            rows += _of_group(world, group, ranks, quick)
+        dist.barrier(world.control)
+    return rows
+
+
+def _of_group(world: World, group: dist.ProcessGroup, ranks: int, quick: bool) -> list[Row]:
+    largest = 2**22 if quick else 2**26 if world.backend == "gloo" else 2**28
+    sizes = [2**power for power in range(10, 29, 4 if quick else 2) if 2**power <= largest]
+    rows: list[Row] = []
+    for size in sizes:
+        for kind, doing in _doings(world, group, size).items():
+            seconds = _timed(world, doing, group, quick) / (2 if kind == "p2p" else 1)
+            rows.append({"kind": kind, "ranks": ranks, "bytes": float(size), "seconds": seconds})
+    return rows
+
+
+def _doings(world: World, group: dist.ProcessGroup, size: int) -> dict[str, Doing]:
+    """``size``: bytes of the whole tensor that is summed or gathered."""
+    ranks, device = dist.get_world_size(group), world.device
+    whole = torch.zeros(size // 4, device=device)
+    matrix = torch.zeros(ranks, max(1, size // 4 // ranks), device=device)
+    exchange = ShardCollectives(group, device)
+    doings: dict[str, Doing] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: exchange.gather_lines(matrix[0], 1)(),  # noqa: PLW0108 - it begins anew
+        "reduce_scatter": lambda: exchange.sum_lines(matrix, 2)(),  # noqa: PLW0108
+    }
+    if size <= _SMALL:
+        doings["gather_small"] = lambda: all_gather(matrix[0], group)
+    if ranks == 2:
+        doings["p2p"] = _ping(world, size)
+    return doings
+
+
+def _ping(world: World, size: int) -> Doing:
+    """There and back, between ranks 0 and 1: twice the way of one message. Gloo's go through the host, as in a
+    pipeline (pipeline/transport.py)."""
+    staged = world.backend == "gloo" and world.device.type == "cuda"
+    buffer = torch.zeros(size, dtype=torch.uint8, device="cpu" if staged else world.device)
+    there = torch.zeros(size, dtype=torch.uint8, device=world.device) if staged else buffer
+
+    def send(to: int) -> None:
+        if staged:
+            buffer.copy_(there)
+        dist.send(buffer, to)
+
+    def receive(source: int) -> None:
+        dist.recv(buffer, source)
+        if staged:
+            there.copy_(buffer)
+
+    first, second = (send, receive) if world.rank == 0 else (receive, send)
+    return lambda: (first(1 - world.rank), second(1 - world.rank))
+
+
+def _timed(world: World, doing: Doing, group: dist.ProcessGroup, quick: bool) -> float:
+    """Seconds of one; all ranks do it as often, by what the first one found. The lower quartile, as what others do on
+    the machine is not its figure."""
+    _once(world, doing)
+    times = torch.tensor([max(3, min(50, int((0.05 if quick else 0.2) / _once(world, doing))))], device=world.device)
+    dist.broadcast(times, 0, group=group)
+    return statistics.quantiles((_once(world, doing) for _ in range(int(times))), n=4)[0]
+
+
+def _once(world: World, doing: Doing) -> float:
+    start = time.perf_counter()
+    doing()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return time.perf_counter() - start

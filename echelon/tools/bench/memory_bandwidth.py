@@ -1,0 +1,53 @@
+"""How fast a device reads and writes its memory: by size, and in an optimizer's update."""
+
+from __future__ import annotations
+
+import torch
+
+from echelon.tools.bench.device_timer import Call, DeviceTimer, Row
+
+#: Adam reads a parameter, its gradient and two averages, and writes three of them, in float32.
+ADAM_BYTES = 28
+MOMENTUM_BYTES = 20
+_ENTRIES = 2**17
+
+
+def stream_rows(clock: DeviceTimer, quick: bool) -> list[Row]:
+    """A sum of two tensors into fresh memory, as models have it: what the allocator takes is in it."""
+    largest = 2**30 if clock.on_gpu else 2**27
+    sizes = [2**power for power in range(12, 31, 4 if quick else 2) if 2**power <= largest]
+    return [stream_row(clock, size) for size in sizes]
+
+
+def stream_row(clock: DeviceTimer, size: int) -> Row:
+    def make() -> Call:
+        a, b = (torch.randn(size // 12, device=clock.device) for _ in range(2))
+        return lambda: a + b
+
+    return {"bytes": float(size // 12 * 12), "seconds": clock.seconds_of(make, size)}
+
+
+def function_rows(clock: DeviceTimer) -> list[Row]:
+    """A function that takes a CPU many instructions for each entry."""
+
+    def make() -> Call:
+        x = torch.randn(_ENTRIES, device=clock.device)
+        return lambda: torch.nn.functional.gelu(x)
+
+    return [{"entries": _ENTRIES, "seconds": clock.seconds_of(make, 8 * _ENTRIES)}]
+
+
+def update_rows(clock: DeviceTimer, quick: bool) -> list[Row]:
+    count = 2**26 if clock.on_gpu else 2**20 if quick else 2**22
+    parameters = [torch.nn.Parameter(torch.randn(count // 16, device=clock.device)) for _ in range(16)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    adam, momentum = torch.optim.Adam(parameters, lr=1e-4), torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+    return [
+        {"parameters": count, "bytes": float(ADAM_BYTES * count), "seconds": clock.seconds(adam.step)},
+        {
+            "optimizer": "momentum",
+            "bytes": float(MOMENTUM_BYTES * count),
+            "seconds": clock.seconds(momentum.step),
+        },
+    ]

@@ -1,0 +1,158 @@
+"""Ranks beside each other: whose own work takes longest, who waits, who holds most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from echelon.base import formatting
+from echelon.observability.runlog.run_reader import RankStepRecord, Run
+from echelon.tools.html.bars import BarSegment, stacked
+from echelon.tools.report.figures.curves import Chart, Series, chart
+from echelon.tools.report.sections.html_table import HtmlTable
+from echelon.tools.report.sections.phases import mean_phases, parts, without_waits
+
+#: A rank stands out when its own work takes so much longer than that of the middle one.
+OUT = 0.05
+#: Lines in one chart that can still be told apart; bars; rows.
+MOST_LINES, MOST_BARS = 8, 64
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """Of one rank, milliseconds a step: all of it, what it waited, and what its own work took. peak: bytes"""
+
+    rank: int
+    host: str
+    step: float
+    waited: float
+    peak: int
+    bars: list[BarSegment]
+
+    @property
+    def own(self) -> float:
+        return self.step - self.waited
+
+
+@dataclass(frozen=True)
+class RankSection:
+    ranks: list[RankTiming]
+    verdict: str
+    table: HtmlTable
+    left_out: int
+    charts: list[Chart]
+
+
+def ranks(run: Run) -> RankSection | None:
+    there = _present(run)
+    if not there:
+        return None
+    phases = {rank: _phases(steps, served=bool(run.servers)) for rank, steps in there.items()}
+    widest = max(sum(each.values()) for each in phases.values())
+    hosts = {each.rank: each.host for each in run.facts.ranks} if run.facts else {}
+    found = [
+        RankTiming(
+            rank,
+            hosts.get(rank, ""),
+            sum(phases[rank].values()),
+            phases[rank]["waiting"],
+            max((each.peak or each.memory or 0 for each in steps), default=0),
+            stacked(parts(phases[rank]), widest or 1.0),
+        )
+        for rank, steps in there.items()
+    ]
+    slowest = slowest_of(found)
+    shown = _shown(found, slowest)
+    return RankSection(shown, verdict(found, slowest), _table(shown, slowest), len(found) - len(shown), _charts(there))
+
+
+def _present(run: Run) -> dict[int, Sequence[RankStepRecord]]:
+    """Of the ranks that there are now, what they did since they are: a run that goes on may have fewer or others."""
+    there: dict[int, Sequence[RankStepRecord]] = {rank: steps for rank, steps in run.ranks.items() if steps}
+    if run.facts is None or not run.facts.world.size:
+        return there
+    now = {rank: steps for rank, steps in there.items() if rank < run.facts.world.size}
+    since = run.facts.started
+    newest: dict[int, Sequence[RankStepRecord]] = {
+        rank: [step for step in steps if (step.time or 0.0) >= since] for rank, steps in now.items()
+    }
+    return newest if newest and all(newest.values()) else now
+
+
+def _phases(steps: Sequence[RankStepRecord], served: bool) -> dict[str, float]:
+    counted = steps[1:] or steps
+    waited = fmean(each.waited or 0.0 for each in counted)
+    return without_waits(mean_phases([each.phases for each in steps]), waited, served)
+
+
+def slowest_of(found: Sequence[RankTiming]) -> RankTiming | None:
+    """The rank whose own work takes longest; None for a rank alone. Who waits most is seldom who is slow."""
+    return max(found, key=lambda each: (each.own, -each.rank)) if len(found) > 1 else None
+
+
+def verdict(found: Sequence[RankTiming], slowest: RankTiming | None) -> str:
+    if slowest is None:
+        return "One rank: there is nobody to compare it with."
+    middle = median(each.own for each in found if each is not slowest)
+    over = slowest.own / middle - 1 if middle > 0 else 0.0
+    where = f" ({slowest.host})" if slowest.host else ""
+    took = f"{formatting.duration(slowest.own / 1e3)} of its own work a step"
+    if over < OUT:
+        by = f"{formatting.percent(over)} over the others"
+        return f"No rank stands out. Rank {slowest.rank}{where} has most, {took}, {by}."
+    waits = max(each.waited for each in found if each is not slowest)
+    held = f"; others wait up to {formatting.duration(waits / 1e3)}" if waits > 0 else ""
+    return f"Rank {slowest.rank}{where} is the slowest: {took}, {formatting.percent(over)} over the others{held}."
+
+
+def _shown(found: Sequence[RankTiming], slowest: RankTiming | None) -> list[RankTiming]:
+    """The first ones, and the slowest in any case."""
+    first = list(found[:MOST_BARS])
+    return first if slowest is None or slowest in first else [*first[:-1], slowest]
+
+
+def _table(found: Sequence[RankTiming], slowest: RankTiming | None) -> HtmlTable:
+    rows = [
+        (
+            str(each.rank),
+            each.host,
+            formatting.duration(each.step / 1e3),
+            formatting.duration(each.own / 1e3),
+            formatting.duration(each.waited / 1e3),
+            formatting.size(each.peak) if each.peak else "",
+        )
+        for each in found
+    ]
+    head = ("rank", "host", "a step", "own work", "waited", "memory at most")
+    marked = next((place for place, each in enumerate(found) if each is slowest), None)
+    return HtmlTable("Ranks, milliseconds a step and memory", head, rows, (0, 2, 3, 4, 5), marked)
+
+
+def _charts(there: Mapping[int, Sequence[RankStepRecord]]) -> list[Chart]:
+    own = {rank: [(float(each.step), _own(each)) for each in steps] for rank, steps in there.items()}
+    held = {
+        rank: [(float(each.step), float(each.memory)) for each in steps if each.memory is not None]
+        for rank, steps in there.items()
+    }
+    gigabytes = {rank: [(x, y / 1e9) for x, y in points] for rank, points in held.items()}
+    found = [
+        chart("rank-work", f"Own work of a step{most_of(own)}", "ms", lines(own, "rank"), zero=True),
+        chart("rank-memory", f"Memory{most_of(gigabytes)}", "GB", lines(gigabytes, "rank"), zero=True),
+    ]
+    return [each for each in found if each is not None]
+
+
+def _own(record: RankStepRecord) -> float:
+    return max(0.0, sum(record.phases.values()) - (record.waited or 0.0))
+
+
+def lines(points: Mapping[int, Sequence[tuple[float, float]]], what: str) -> list[Series]:
+    """One for each rank or server; of many, those that are highest."""
+    there = {number: each for number, each in points.items() if each}
+    highest = sorted(there, key=lambda number: (-fmean(y for _, y in there[number]), number))[:MOST_LINES]
+    return [Series(f"{what} {number}", f"s-{place % 8}", there[number]) for place, number in enumerate(sorted(highest))]
+
+
+def most_of(points: Mapping[int, object]) -> str:
+    return f", the {MOST_LINES} highest of {len(points)}" if len(points) > MOST_LINES else ""

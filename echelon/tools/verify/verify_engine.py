@@ -1,0 +1,154 @@
+"""An engine with a witness: it trains as ever, and is asked what it has before and after every update."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.data import Loader
+from echelon.distributed.tensor_layout import Part
+from echelon.engine.engine import Engine
+from echelon.engine.whole_model import put_together, whole_state
+from echelon.parallel.data.global_loss import GlobalLoss, PipelineGlobalLoss
+from echelon.parallel.objective import as_batch, count_samples
+from echelon.parallel.step_outputs import first_rows
+from echelon.tools.verify.batches import WeightedBatches
+from echelon.tools.verify.float64 import to_float64
+from echelon.tools.verify.observer import VerifyObserver
+from echelon.tools.verify.replica_drift import Held, sums_of
+
+
+class VerifyEngine(Engine):
+    """What the witness may ask, and where it comes in."""
+
+    witness: VerifyObserver
+    weighed = False  #: whether the script said ``samples=`` in the step at hand
+    _samples: float | None = None  # that ``backward`` was given for the update to come
+
+    # ---- where the witness comes in ----
+
+    def step(self, *batch: Any, samples: float | None = None, outputs: bool = False, **named: Any) -> Tensor:
+        self.weighed = samples is not None
+        if self.witness.question.wide:
+            batch, named = to_float64(batch), to_float64(named)
+        loss = super().step(*batch, samples=samples, outputs=outputs, **named)
+        if outputs:  # the one process was given the batches of all ranks, and its script has one
+            self.output = first_rows(self.output, count_samples(as_batch(batch, named, self.world.device)))
+        return loss
+
+    def _pass(self, inputs: Any, rows: float, samples: float | None = None) -> GlobalLoss | PipelineGlobalLoss:
+        inputs, count = self.witness.batch(self, inputs, rows if samples is None else samples)
+        staged = self._assembled().staged is not None
+        with self.witness.listening(self) if staged else contextlib.nullcontext():  # else around the forward alone
+            tally = super()._pass(inputs, count, None if samples is None else count)
+        self.witness.loss(self, tally, count)
+        return tally
+
+    def _loss(self, inputs: Any) -> Tensor:
+        with self.witness.listening(self):
+            return self.forward(inputs)
+
+    def forward(self, inputs: Any) -> Tensor:
+        """The loss of a batch, or of pieces in place of one."""
+        if not isinstance(inputs, WeightedBatches):
+            return super()._loss(inputs)
+        if len(inputs.pieces) == 1 and inputs.pieces[0].weight == 1.0:
+            return super()._loss(inputs.pieces[0].batch)  # as it is: what it averages over is read from its graph
+        losses = [super(VerifyEngine, self)._loss(piece.batch) * piece.weight for piece in inputs.pieces]
+        return torch.stack(losses).sum()
+
+    def backward(self, loss: Tensor, samples: float | None = None) -> None:
+        self._samples = samples
+        super().backward(self.witness.backward(self, loss), samples)
+
+    def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
+        told = self._samples if samples is None else samples
+        self.witness.update(self, optimizer, float(self._passes.own_counts.known.count) if told is None else told)
+        super().update(optimizer, samples)
+        self._samples = None
+
+    def loader(self, dataset: Any, *sizes: Any, **options: Any) -> Loader:
+        return self.witness.loader(self, super().loader(dataset, *sizes, **options))
+
+    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor) -> None:
+        if self.witness.gradients(self, list(optimizers)):
+            super()._update_weights(optimizers, loss)
+
+    def _rate_factor(self, step: int) -> float:
+        return self.witness.rate(step, super()._rate_factor(step))
+
+    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
+        loss = super()._apply(optimizers, tally)
+        self.witness.applied(self)
+        return loss
+
+    # ---- what it leaves undone ----
+
+    def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
+        """Nothing: the script's files are not touched."""
+        return Path(directory or os.devnull)
+
+    # ---- what it is asked ----
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its batch."""
+        return self._passes.speaks
+
+    @property
+    def replica(self) -> int:
+        return self._grid.index(*self.plan.data_axes)
+
+    @property
+    def counts_outputs(self) -> bool:
+        """Whether no other rank computes the same for the same samples."""
+        return self.plan.spread or self._grid.at["split"] == 0
+
+    @property
+    def shows_draws(self) -> bool:
+        """Return True if random numbers of a forward can be seen: not in compiled code, and not stage by stage."""
+        fast = self.plan.fast
+        return self._assembled().staged is None and not (fast.compiled or fast.graphs)
+
+    @property
+    def steps_alone(self) -> bool:
+        return self._local is not None
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    @property
+    def allows_own_loop(self) -> bool:
+        """Whether ``backward`` and ``update`` go with the plan, which is known."""
+        return self.plan.pipeline is None and self.served is None and self._choosing is None
+
+    def whole_gradients(self, optimizers: Sequence[str]) -> dict[str, Tensor]:
+        """Of what these step: by name, whole, in host memory, as they are about to be applied. All ranks call it."""
+        held = self._assembled().holdings
+        stepped = {name for key in optimizers for group in held.groups[key] for name in group}
+        found = {n: value.grad for n, value in held.parameters.items() if n in stepped and value.grad is not None}
+        dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
+        mine: dict[str, Tensor | Part] = {name: held.part(name, grad.detach()) for name, grad in dense.items()}
+        return put_together(mine, held.speaks, self.world.control if self._holds_parts else None)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers, as ``whole_state`` has them."""
+        held = self._assembled().holdings
+        with self._company.explained(), self._one.shown():
+            return whole_state(held, self.world.control, self._holds_parts)
+
+    def held_sums(self) -> list[Held]:
+        """Of the parameters that this rank steps on."""
+        held = self._assembled().holdings
+        return [sums_of(name, held.part(name, value.detach())) for name, value in held.parameters.items()]
+
+    @property
+    def _holds_parts(self) -> bool:
+        return self.plan.in_parts or self.plan.shard is not None

@@ -1,0 +1,26 @@
+"""The folder that a run leaves its checkpoints, metrics and timelines in."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from echelon.observability.runlog.log_files import is_record
+from echelon.zoo.train.hooks.evaluation import FILE as EVALUATIONS
+from echelon.zoo.train.resolve import TrainConfig
+
+
+def output_directory(resolved: TrainConfig) -> Path:
+    name = f"{resolved.model.name}-{resolved.dataset.name}".replace(":", "-").replace("/", "-")
+    return Path(resolved["output_dir"] or f"runs/{name}")
+
+
+def forget(directory: Path) -> None:
+    """Remove what an earlier run left there, and nothing else."""
+    for name in ("checkpoints", "tensorboard", "timeline"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in ("metrics.jsonl", EVALUATIONS):
+        (directory / name).unlink(missing_ok=True)
+    for path in directory.glob("*.json*"):
+        if is_record(path.name):
+            path.unlink(missing_ok=True)

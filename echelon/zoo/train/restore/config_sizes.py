@@ -1,0 +1,65 @@
+"""``sizes``: settings of the model that a file beside the weights states, ``--model_config_file_name``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.base.config import describe, fits
+from echelon.base.errors import UsageError, nearest
+from echelon.zoo import registry
+from echelon.zoo.entry import Model, Request
+from echelon.zoo.train.restore.model_dir import named_file
+
+
+def sizes(request: Request) -> dict[str, Any]:
+    """By the names of the model's settings; empty where no file is named.
+
+    Ours is a JSON object of settings, ``model_name`` perhaps among them; for the models of runner ``bert`` it may be
+    the config.json of Google or Hugging Face.
+    """
+    if not request["model_config_file_name"]:
+        return {}
+    path = named_file(request, "model_config_file_name")
+    model = registry.model(request["model_name"])
+    found = _read(path)
+    if model.runner == "bert" and "num_hidden_layers" in found:
+        from echelon.zoo.models.bert_names import sizes_from_config
+
+        found = sizes_from_config(found)
+        known = {setting.name for setting in model.settings}
+        return _checked({name: value for name, value in found.items() if name in known}, model, path)
+    return _checked(_own(found, model, path), model, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"'{path}' cannot be read: {error.strerror}; check the path") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"'{path}' is not JSON ({reason}); copy it again") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"'{path}' holds {type(found).__name__}; it must be an object of settings by name")
+    return found
+
+
+def _own(found: Mapping[str, Any], model: Model, path: Path) -> dict[str, Any]:
+    values = dict(found)
+    name = values.pop("model_name", model.name)
+    if name != model.name:
+        raise UsageError(f"'{path}' is of model '{name}', and --model_name is '{model.name}'; give the same")
+    return values
+
+
+def _checked(values: dict[str, Any], model: Model, path: Path) -> dict[str, Any]:
+    kinds = {setting.name: setting.type for setting in model.settings}
+    for name, value in values.items():
+        if name not in kinds:
+            raise UsageError(f"'{path}': {model.name} has no setting '{name}'{nearest(name, kinds)}")
+        if not fits(value, kinds[name]):
+            raise UsageError(f"'{path}': {name} is {value!r}; expected {describe(kinds[name])}")
+    return values

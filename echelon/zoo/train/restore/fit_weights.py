@@ -1,0 +1,119 @@
+"""``restore``: weights into a model that may have another head than the one they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from echelon.base.errors import CheckpointError
+
+_NAMED = 3  # names in a line
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What became of a model's weights, by name.
+
+    taken:   they are those of the file
+    remade:  those of a head of another size, with why; freshly drawn
+    missing: the file has none; freshly drawn
+    unused:  of the file, what the model has no place for: heads of another task, as a rule
+    """
+
+    taken: list[str]
+    remade: dict[str, str]
+    missing: list[str]
+    unused: list[str]
+
+    def lines(self) -> list[str]:
+        """For the console."""
+        found = [f"weights: {len(self.taken)} taken from the checkpoint"]
+        found += [f"{name}: {why}" for name, why in self.remade.items()]
+        if self.missing:
+            found.append(f"weights: {len(self.missing)} not in the checkpoint and drawn anew: {_some(self.missing)}")
+        if self.unused:
+            found.append(f"weights: {len(self.unused)} of the checkpoint are not used: {_some(self.unused)}")
+        return found
+
+
+@torch.no_grad()
+def restore(model: nn.Module, weights: Mapping[str, Tensor]) -> RestoreReport:
+    """Fill the model, whole as it is before ``distribute``. Sizes may differ in a head only; else nothing changes."""
+    places: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    remade = _remade(places, weights)
+    taken = [name for name in places if name in weights and name not in remade]
+    for name in taken:
+        if places[name].shape != weights[name].shape:
+            raise CheckpointError(_misfit(name, places[name], weights[name]))
+    filled = {id(places[name]) for name in taken}  # a tied weight may be there under one of its names
+    missing = [name for name in places if name not in weights and id(places[name]) not in filled]
+    unused = [name for name in weights if name not in places]
+    _refuse_strangers(places, weights, taken, missing)
+    for name in taken:
+        places[name].copy_(weights[name])
+    return RestoreReport(taken, remade, missing, unused)
+
+
+def _remade(places: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """All tensors of heads of another size: half a head is none."""
+    differing = {
+        name
+        for name, value in places.items()
+        if _is_of_head(name) and name in weights and weights[name].shape != value.shape
+    }
+    heads = {_module(name) for name in differing}
+    return {
+        name: _why(value, weights[name])
+        for name, value in places.items()
+        if name in weights and _is_of_head(name) and _module(name) in heads
+    }
+
+
+def _is_of_head(name: str) -> bool:
+    return any(part == "head" or part.endswith("_head") for part in name.split("."))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _why(here: Tensor, there: Tensor) -> str:
+    if here.shape == there.shape:
+        return "the rest of its head has another size; it is made anew"
+    if here.shape[1:] == there.shape[1:]:
+        return f"the checkpoint has {there.shape[0]} classes, this run {here.shape[0]}; it is made anew"
+    return f"the checkpoint has {list(there.shape)}, this run {list(here.shape)}; it is made anew"
+
+
+def _misfit(name: str, here: Tensor, there: Tensor) -> str:
+    return (
+        f"'{name}' is {list(there.shape)} in the checkpoint and {list(here.shape)} in this model, and only a head may "
+        "differ; give the sizes of the checkpoint (--model_config_file_name, or a flag), or another checkpoint"
+    )
+
+
+def _refuse_strangers(
+    places: Mapping[str, Tensor], weights: Mapping[str, Tensor], taken: list[str], missing: list[str]
+) -> None:
+    """A checkpoint of another model must not pass for a poor beginning."""
+    if not taken:
+        raise CheckpointError(
+            f"the checkpoint is of another model: it has {_some(weights)}, and the model {_some(places)}; "
+            "give the --model_name it was trained with"
+        )
+    body = [name for name in places if not _is_of_head(name)]
+    lacking = [name for name in missing if not _is_of_head(name)]
+    if 2 * len(lacking) > len(body):
+        raise CheckpointError(
+            f"the checkpoint lacks {len(lacking)} of the model's {len(body)} weights: {_some(lacking)}; it is of "
+            "another model, give the --model_name and sizes it was trained with"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    shown = ", ".join(listed[:_NAMED])
+    return f"{shown} and {len(listed) - _NAMED} more" if len(listed) > _NAMED else shown

@@ -1,0 +1,27 @@
+"""``read_weights``: what ``--model_dir`` and ``--ckpt_file_name`` name, under the names of our models."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from echelon.base.errors import CheckpointError
+from echelon.zoo.entry import Request
+from echelon.zoo.train.restore.model_dir import named_file
+from echelon.zoo.train.restore.weight_files import read_file
+
+#: In every layer of a BERT as Hugging Face names it, and in none of ours.
+_FROM_HUGGING_FACE = ".attention.self.query.weight"
+
+
+def read_weights(request: Request) -> dict[str, Tensor]:
+    """The weights to begin with, in host memory. Every rank reads them for itself."""
+    path = named_file(request, "ckpt_file_name", others=(".index.json",))
+    weights = read_file(path)
+    if not weights:
+        raise CheckpointError(f"'{path}' holds no weights; give another --ckpt_file_name")
+    borrowed = ":" in request["model_name"]  # a model of that library has its names
+    if not borrowed and any(_FROM_HUGGING_FACE in name for name in weights):
+        from echelon.zoo.models.bert_names import from_hugging_face
+
+        return from_hugging_face(weights, request.get("num_heads"))
+    return weights
