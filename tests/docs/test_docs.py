@@ -70,7 +70,7 @@ def test_every_option_of_run_is_on_its_page_with_the_variables_it_heeds() -> Non
 
 def test_the_list_of_messages_has_those_that_functions_make() -> None:
     files = (
-        "errors.py",
+        "base/errors.py",
         "checkpoint/os_errors.py",
         "checkpoint/save.py",
         "parallel/pipeline/stage_runner.py",

@@ -36,8 +36,8 @@ from echelon.launcher.stopped_processes import StoppedProcesses
 TALK = """
 import json, os, signal, sys, time
 import echelon
-from echelon.parameter_server.protocol.message import Frame
-from echelon.parameter_server.protocol.channel import Link
+from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.distributed.ps_role import find_role
 from echelon.base.security import Security
 from echelon.strategy.table_rules import Sgd
@@ -47,12 +47,12 @@ role = find_role()
 me = role.index
 away = float(os.environ.get("AWAY", role.join_timeout))
 links = [
-    Link(endpoint, name=f"server {n}", security=Security.from_environment(), timeout=away)
+    ServerChannel(endpoint, name=f"server {n}", security=Security.from_environment(), timeout=away)
     for n, endpoint in enumerate(role.endpoints)
 ]
 
 def ask(op, **head):
-    return [link.call(Frame({"op": op, "worker": me, **head})).head for link in links]
+    return [link.call(WireMessage({"op": op, "worker": me, **head})).head for link in links]
 
 def note(name, text=""):
     open(name + ".part", "w").write(str(text))
@@ -342,7 +342,7 @@ ids, rows = np.empty(0, np.int64), np.empty(0, np.float32)
 push = {"op": "push", "seq": 0, "weight": 1.0, "version": 0, "kind": "gradient", "has": ["ids", "rows"]}
 pull = {"op": "pull", "step": 1, "dense": False, "commit": None, "peek": False, "state": False}
 for head, arrays in (({**push, "commit": True}, [ids, rows]), (pull, [ids])):
-    links[0].call(Frame({"worker": me, "tables": {}, **head}, arrays))
+    links[0].call(WireMessage({"worker": me, "tables": {}, **head}, arrays))
 """
 
 

@@ -366,7 +366,7 @@ ON_GPU = pytest.mark.skipif(
 @ON_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_has_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
-    from echelon.parallel.low_memory import kernel
+    from echelon.parallel.low_memory import adam_kernel
 
     count, betas = 70_001, (0.9, 0.999)
     g = torch.Generator().manual_seed(0)
@@ -379,7 +379,7 @@ def test_the_kernel_has_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
         grad = (torch.randn(count, generator=g) * torch.rand(count, generator=g) ** 4).to(dtype)
         rule = formats.AdamStepScalars(betas, (1 - betas[0], 1 - betas[1]), 1e-8, 0.999, 0.01, 0.003, 2.0)
         formats.update(weight, grad, here, rule, formats.seed_of(5, step))
-        kernel.update(moved, grad.cuda(), there, rule, formats.seed_of(5, step))
+        adam_kernel.update(moved, grad.cuda(), there, rule, formats.seed_of(5, step))
     for mine, theirs in zip((weight, *here.tensors()), (moved, *there.tensors()), strict=True):
         assert torch.equal(mine, theirs.cpu())
 

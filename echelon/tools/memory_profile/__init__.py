@@ -1,7 +1,18 @@
 """``echelon memory``: what a training step holds, module by module and kind by kind, without running it."""
 
+from typing import Any
+
 from echelon.observability.runlog.run_metadata import Footprint
 from echelon.tools.memory_profile.footprint import find_footprint
 from echelon.tools.memory_profile.training_job import TrainingJob
 
 __all__ = ["Footprint", "TrainingJob", "find_footprint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Job":
+        raise AttributeError(f"module 'echelon.tools.memory_profile' has no attribute '{name}'")
+    import warnings
+
+    warnings.warn("Job is now TrainingJob; the old name goes with the next version", FutureWarning, stacklevel=2)
+    return TrainingJob
