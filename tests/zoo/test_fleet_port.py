@@ -10,6 +10,7 @@ import re
 import tarfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import echelon
 from echelon.base.errors import DataError, UsageError
 from echelon.data import Downloader
 from echelon.data.download.spec import make_spec
+from echelon.data.download.unpacking import unpack
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fleet_resnet50.py"
 IMAGES, CLASSES = 24, 3
@@ -101,6 +103,18 @@ def test_archives_are_unpacked_once_and_never_outside(fleets_yaml: str, tmp_path
         with pytest.raises(DataError, match=line):
             Downloader(given, tmp_path / f"to{len(name)}", quiet=True).fetch()
         assert not (tmp_path / "out").exists()
+
+
+def test_archives_with_the_same_folders_are_unpacked_side_by_side(tmp_path: Path) -> None:
+    names = [f"{number}.tar" for number in range(16)]
+    (tmp_path / ".echelon").mkdir()
+    for name in names:
+        with tarfile.open(tmp_path / name, "w") as archive:
+            for folder in range(40):
+                archive.addfile(tarfile.TarInfo(f"{folder}/{name}.txt"))
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(functools.partial(unpack, tmp_path), names))
+    assert len(list(tmp_path.glob("*/*.txt"))) == 16 * 40
 
 
 HDFS = {"fs.default.name": "hdfs://name:9000/", "data_path": "/data/imagenet"}

@@ -12,20 +12,22 @@ from echelon.data.collate import one_line
 from echelon.data.download.spec import WORKINGS
 
 ARCHIVE = ".tar"
+TURN = "unpacking.lock"
 
 
 def unpack(folder: Path, name: str) -> None:
     """Unpack one archive of ``folder`` into it, unless this version of it has been unpacked.
 
-    Several processes may call it at once. Nothing in an archive leads out of the folder: tarfile's "data" filter
-    refuses such names and links, devices, and programs that run as another user.
+    Threads and processes take turns: archives may hold the same folders, and tarfile fails on a folder that appears
+    while it makes it. Nothing in an archive leads out of the folder: tarfile's "data" filter refuses such names and
+    links, devices, and programs that run as another user.
     """
     archive = folder / name
     known = archive.stat()
     version = f"{known.st_size} {known.st_mtime_ns}"
     note = folder / WORKINGS / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.unpacked"
-    with note.open("a+") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with (folder / WORKINGS / TURN).open("a") as turn, note.open("a+") as handle:
+        fcntl.flock(turn, fcntl.LOCK_EX)
         handle.seek(0)
         if handle.read() == version:
             return

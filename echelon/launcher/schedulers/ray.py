@@ -37,6 +37,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOTICE = 45.0
 #: How often an elastic job looks for nodes that have come.
 _LOOK = 2.0
+#: Seconds for the threads that listen to launchers to hear that those were killed.
+_LAST_NEWS = 10.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class RayJob:
         self._asked, self._deadline = False, float("inf")
         self._group: Any = None
         self._masters = ""
+        self._listeners: list[threading.Thread] = []
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -143,6 +146,13 @@ class RayJob:
                 self._ray.kill(host.actor)
             if self._group is not None:
                 self._ray.util.remove_placement_group(self._group)
+            self._join_listeners()
+
+    def _join_listeners(self) -> None:
+        """Wait until no thread is inside Ray any more: one that is there when Python ends would abort the process."""
+        deadline = time.monotonic() + _LAST_NEWS
+        for listener in self._listeners:
+            listener.join(max(0.0, deadline - time.monotonic()))
 
     # Starting
 
@@ -188,7 +198,8 @@ class RayJob:
             own += ["--node-rank", str(host.index)]
         words = [*own, *self._request.words]
         host.actor.start.remote(words, os.getcwd(), dict(self._request.environment))
-        threading.Thread(target=self._listen, args=(host,), daemon=True).start()
+        self._listeners.append(threading.Thread(target=self._listen, args=(host,), daemon=True))
+        self._listeners[-1].start()
 
     def _listen(self, host: _RayLauncher) -> None:
         """In a thread for each host: what it says, until it has ended."""
